@@ -1,0 +1,1 @@
+"""HOW tokens travel to the ranks that hold their experts, and back."""

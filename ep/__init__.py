@@ -1,0 +1,1 @@
+"""WHERE experts live: groups, placement, load windows. Knows nothing of requests or of models."""

@@ -1,0 +1,1 @@
+"""WHO starts it: command line, torchrun, process groups, supervision. Nothing imports it."""
