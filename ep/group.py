@@ -1,0 +1,50 @@
+"""EPGroup: who takes part in expert parallelism, and over which process groups.
+
+Knows: ranks, node shape, the device and CPU process groups. Handed in everywhere, never global.
+Knows nothing of: placement, tokens, models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class EPGroup:
+    """The ranks that share the experts of one model.
+
+    rank, size: this rank's number and the number of ranks. ranks_per_node: how many ranks one
+    machine hosts (`size` when all are on one). device_group carries the all-to-alls, cpu_group the
+    small agreements (`Lockstep`); both None exactly when size is 1.
+    """
+
+    rank: int
+    size: int
+    ranks_per_node: int
+    device_group: dist.ProcessGroup | None
+    cpu_group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"EPGroup: rank {self.rank} is not in [0, {self.size})")
+        if self.ranks_per_node < 1 or self.size % self.ranks_per_node:
+            raise ValueError(
+                f"EPGroup: ranks_per_node={self.ranks_per_node} does not divide size={self.size}"
+            )
+        if self.size > 1 and (self.device_group is None or self.cpu_group is None):
+            raise ValueError("EPGroup: size > 1 needs a device group and a CPU group")
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        return self.size // self.ranks_per_node
+
+    @classmethod
+    def single(cls) -> EPGroup:
+        """The group of one rank: no process group, no collective."""
+        return cls(rank=0, size=1, ranks_per_node=1, device_group=None, cpu_group=None)

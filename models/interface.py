@@ -1,0 +1,121 @@
+"""The ports between an engine and a model: what a runner must fill, what a model gives back.
+
+Knows: token ids, positions, paged caches. Knows nothing of requests, scheduling or processes.
+
+Shape letters: T tokens on this rank, S sequences in the step, B blocks a table row, D hidden,
+V vocabulary, O rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Device tensors of one step on one rank, complete when constructed. T and S may be 0.
+
+    The tokens of a sequence lie together, in order of position; sequence s owns the rows
+    query_start[s] : query_start[s+1]. A row at position p attends to the positions 0..p of its
+    sequence, found through block_tables[s]; its own latent is written to slot_mapping[row] first.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, position in the sequence
+    slot_mapping: Tensor  # [T] int64, block id * block_size + offset
+    query_start: Tensor  # [S + 1] int32, prefix sums of scheduled tokens
+    context_len: Tensor  # [S] int32, positions in the cache once this step has been written
+    block_tables: Tensor  # [S, B] int32, padded with -1
+    logits_rows: Tensor  # [O] int64, rows of T
+    max_query_len: int  # largest number of scheduled tokens of a sequence (0 when empty)
+    max_context_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_len.shape[0]
+
+
+@dataclass(frozen=True)
+class PagedKVCache:
+    """The latent cache: layers[i] is [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim].
+
+    One entry a layer, MTP layers last. The rope part follows the normalised latent.
+    """
+
+    layers: list[Tensor]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0].shape[0]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(x.shape[-1] * x.element_size() for x in self.layers)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a model needs of the cache: layers (with MTP), values a token a layer, dtype."""
+
+    num_layers: int
+    width: int
+    dtype: torch.dtype
+
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.width * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> PagedKVCache:
+        shape = (num_blocks, block_size, self.width)
+        layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+        return PagedKVCache(layers=layers, block_size=block_size)
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """hidden [T, D] after the final norm (what an MTP head wants), logits [O, V] fp32."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class StepObserver(Protocol):
+    """Receives what a step shows: picks of experts (load), times of parts (bench). May be None."""
+
+    def expert_picks(self, layer: int, counts: Tensor) -> None:
+        """counts [E] int64: real tokens of this rank routed to each logical expert."""
+        ...
+
+    def part(self, name: str, seconds: float) -> None: ...
+
+
+class CausalLM(Protocol):
+    """A model on one device. Every rank of an expert-parallel group calls `forward` each step."""
+
+    config: Any
+    cache_spec: CacheSpec
+
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, observer: StepObserver | None = None
+    ) -> ForwardOutput: ...
+
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        next_token_ids: Tensor,
+        cache: PagedKVCache,
+        depth: int = 0,
+    ) -> ForwardOutput:
+        """MTP layer `depth` over the same rows: hidden [T, D] of the main model (post-norm) and
+        the known next token of each row [T]; logits predict the token after next. The hidden that
+        comes back is post shared_head.norm, ready to be fed in again. Collective like forward."""
+        ...
