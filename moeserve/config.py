@@ -1,0 +1,108 @@
+"""ServeConfig: all settings of a job, frozen, in sections, validated once.
+
+Every failure is found at once (`ConfigError.problems`), each with the nearest valid value where
+one exists. Sources, later ones win: defaults, a TOML file (sections as tables), flags. An unknown
+key is an error. Knows nothing of torch or of checkpoints: what needs the model's config is checked
+in `check_against_model`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moeserve.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    checkpoint: Path = Path()
+    served_name: str = ""  # name in /v1/models; empty: the checkpoint folder's name
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the checkpoint's, bf16 for FP8
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    mtp: bool = True  # load the MTP layer where the checkpoint has one
+    chat_template: Path | None = None
+
+
+class ParallelSection(Section):
+    ep: int = Field(1, ge=1, le=1024)
+    redundant_experts: int = Field(0, ge=0)
+    placement: Path | None = None  # a given placement (npz or JSON); default: the trivial one
+    dispatch: str = "auto"
+
+
+class CacheSection(Section):
+    block_size: int = Field(16, ge=1, le=1024)
+    kv_memory: int | None = Field(None, ge=1)  # bytes a rank
+    kv_tokens: int | None = Field(None, ge=1)  # tokens a rank; default when both are None: auto
+    prefix_cache: bool = True
+
+
+class ScheduleSection(Section):
+    max_num_sequences: int = Field(64, ge=1)  # running at once, a rank
+    token_budget: int = Field(512, ge=1)  # tokens a step, a rank (prefill chunks + decode)
+    chunk_size: int | None = Field(None, ge=1)  # most prefill tokens of one sequence in a step
+    max_model_len: int | None = Field(None, ge=1)  # default: the model's, bounded by the pool
+
+
+class EngineSection(Section):
+    deterministic: bool = True  # law 5: same tokens for every layout, chunking and company
+    seed: int = 0
+    lockstep_timeout: float = Field(60.0, gt=0)  # seconds without progress before /health says so
+    threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
+
+
+class ServerSection(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)  # 0: any free one, printed
+    max_queue: int = Field(512, ge=1)  # requests waiting or running before 429
+    drain_seconds: float = Field(30.0, ge=0)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class ServeConfig(Section):
+    model: ModelSection = ModelSection()
+    parallel: ParallelSection = ParallelSection()
+    cache: CacheSection = CacheSection()
+    schedule: ScheduleSection = ScheduleSection()
+    engine: EngineSection = EngineSection()
+    server: ServerSection = ServerSection()
+
+    @classmethod
+    def load(cls, toml: Path | None, flags: dict[str, dict[str, Any]]) -> ServeConfig:
+        """Merge a TOML file and flags ({section: {field: value}}, None means not given)."""
+        merged: dict[str, Any] = {}
+        if toml is not None:
+            try:
+                merged = tomllib.loads(toml.read_text())
+            except OSError as error:
+                raise ConfigError([f"config={toml}: cannot be read: {error.strerror}"]) from None
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ConfigError([f"config={toml}: not valid TOML: {error}"]) from None
+        for section, fields in flags.items():
+            given = {k: v for k, v in fields.items() if v is not None}
+            if given:
+                table = merged.setdefault(section, {})
+                if not isinstance(table, dict):
+                    raise ConfigError([f"{section}={table!r}: must be a table of settings"])
+                table.update(given)
+        try:
+            return cls.model_validate(merged)
+        except ValidationError as error:
+            raise ConfigError([_problem(cls, e) for e in error.errors()]) from None
+
+
+def _problem(root: type[BaseModel], error: Any) -> str:
+    path = ".".join(str(x) for x in error["loc"])
+    if error["type"] == "extra_forbidden":
+        model: type[BaseModel] = root
+        for name in error["loc"][:-1]:
+            model = model.model_fields[str(name)].annotation  # type: ignore[assignment]
+        return f"{path}={error['input']!r}: unknown setting; known: {', '.join(model.model_fields)}"
+    return f"{path}={error['input']!r}: {error['msg']}"
