@@ -75,7 +75,9 @@ class CacheSpec:
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> PagedKVCache:
         shape = (num_blocks, block_size, self.width)
-        layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+        layers = [
+            torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)
+        ]
         return PagedKVCache(layers=layers, block_size=block_size)
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user, a peer or a file can cause: each names the field, the value, what is valid."""
+"""Errors that a user, a peer or a file can cause: each names field, value and what is valid."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ class Kernels(Protocol):
     ) -> ExpertWeights: ...
 
     # -- dense -----------------------------------------------------------------------------
-    def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         """x [T, C] -> [T, N], fp32 accumulation over C in one fixed order. out_dtype None: x's."""
         ...
 
