@@ -37,6 +37,18 @@ class CombineForm(enum.Enum):
     PAIRS = "pairs"
 
 
+class DispatchError(RuntimeError):
+    """A call that a dispatcher refuses: names the argument, its value and what would be valid."""
+
+
+class HandleError(DispatchError):
+    """A handle used twice, out of order, or with a dispatcher that did not make it."""
+
+
+class PeerError(DispatchError):
+    """Another rank refused its call; every rank of the group stops at the same place."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """The answer of a backend asked whether it can run here: no collective, CPU-safe."""
@@ -92,6 +104,8 @@ class Dispatcher(Protocol):
     dispatch_start(x [T, D], slots [T, K] int32 physical, weights [T, K] fp32) -> handle
     dispatch_finish(handle) -> Received
     combine_start(handle, y)   y as `combine_form` says
+    combine_start(handle, y, index)   PAIRS only: y [Q, D] in any order, index [N, K] int64 the row
+        of y of each valid pair, -1 elsewhere (what `permute` gives): spares a copy
     combine_finish(handle) -> [T, D] fp32: sum over K of weight * expert output
     """
 
@@ -111,7 +125,7 @@ class Dispatcher(Protocol):
 
     def dispatch_finish(self, handle: Handle) -> Received: ...
 
-    def combine_start(self, handle: Handle, y: Tensor) -> None: ...
+    def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None: ...
 
     def combine_finish(self, handle: Handle) -> Tensor: ...
 

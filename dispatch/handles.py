@@ -1,0 +1,114 @@
+"""The handle that joins the four calls of a layer, and the checks that dispatchers share.
+
+Knows: the order of the calls, the shapes of their arguments. Knows nothing of transports.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError
+
+
+class HandleState(enum.Enum):
+    """How far a handle has come; the value says which call comes next."""
+
+    SENT = "dispatch_finish"
+    RECEIVED = "combine_start"
+    RETURNED = "combine_finish"
+    SPENT = "none: it is spent"
+
+
+@dataclass(eq=False)
+class TokenHandle:
+    """Single use, made by dispatch_start. x [T, D], slots [T, K] int32, weights [T, K] fp32."""
+
+    owner: object
+    x: Tensor
+    slots: Tensor
+    weights: Tensor
+    state: HandleState = HandleState.SENT
+    y: Tensor | None = None
+    index: Tensor | None = None
+
+    @staticmethod
+    def advance(handle: Any, owner: object, before: HandleState, after: HandleState) -> Any:
+        """The handle, moved on from `before` to `after`; HandleError if it is elsewhere."""
+        if not isinstance(handle, TokenHandle) or handle.owner is not owner:
+            raise HandleError(f"{before.value}: the handle is not one that this dispatcher made")
+        if handle.state is not before:
+            raise HandleError(f"{before.value}: the handle's next call is {handle.state.value}")
+        handle.state = after
+        return handle
+
+
+def check_inputs(config: DispatchConfig, x: Tensor, slots: Tensor, weights: Tensor) -> None:
+    """DispatchError unless the arguments of dispatch_start have the shapes of the interface.
+
+    The range of slots is not looked at here: see `check_slots`.
+    """
+    tokens = x.shape[0] if x.dim() else -1
+    if x.shape != (tokens, config.hidden_size) or x.dtype != config.dtype:
+        raise DispatchError(
+            f"x: {x.dtype} {list(x.shape)}; must be {config.dtype} [T, {config.hidden_size}]"
+        )
+    shape = (tokens, config.top_k)
+    if slots.shape != shape or slots.dtype != torch.int32:
+        raise DispatchError(
+            f"slots: {slots.dtype} {list(slots.shape)}; must be int32 {list(shape)}"
+        )
+    if weights.shape != shape or weights.dtype != torch.float32:
+        raise DispatchError(
+            f"weights: {weights.dtype} {list(weights.shape)}; must be float32 {list(shape)}"
+        )
+    if tokens > config.max_tokens_per_rank:
+        raise DispatchError(
+            f"x: {tokens} tokens; at most max_tokens_per_rank={config.max_tokens_per_rank}"
+        )
+
+
+def check_slots(config: DispatchConfig, slots: Tensor) -> None:
+    """DispatchError if a physical slot is not in -1..P-1."""
+    if slots.numel() == 0:
+        return
+    low, high = slots.aminmax()
+    if int(low) < -1 or int(high) >= config.num_physical_experts:
+        raise DispatchError(
+            f"slots: {int(low)}..{int(high)}; valid are -1 (masked) and "
+            f"0..{config.num_physical_experts - 1}"
+        )
+
+
+def check_outputs(
+    form: CombineForm, slots: Tensor, hidden: int, y: Tensor, index: Tensor | None
+) -> None:
+    """DispatchError unless y (and index) fit the received slots [N, K]."""
+    if form is CombineForm.SUMMED:
+        if index is not None:
+            raise DispatchError("index: only the PAIRS form takes one; must be None")
+        if y.shape != (slots.shape[0], hidden):
+            raise DispatchError(f"y: {list(y.shape)}; must be [{slots.shape[0]}, {hidden}]")
+        return
+    if y.dim() != 2 or y.shape[1] != hidden:
+        raise DispatchError(f"y: {list(y.shape)}; must be [pairs, {hidden}]")
+    if index is not None:
+        if index.shape != slots.shape or index.dtype != torch.int64:
+            raise DispatchError(
+                f"index: {index.dtype} {list(index.shape)}; must be int64 {list(slots.shape)}"
+            )
+        return
+    pairs = int((slots >= 0).sum())
+    if y.shape[0] != pairs:
+        raise DispatchError(f"y: {y.shape[0]} rows; must be {pairs}, one for each valid pair")
+
+
+def pair_index(slots: Tensor) -> Tensor:
+    """slots [N, K] -> [N, K] int64: number of each valid pair in row-major order, -1 elsewhere."""
+    valid = (slots >= 0).reshape(-1)
+    numbers = valid.cumsum(0) - 1
+    return torch.where(valid, numbers, -1).view(slots.shape)

@@ -1,0 +1,98 @@
+"""LocalDispatcher: one rank holds every expert, so nothing travels.
+
+Knows: the interface, both combine forms. Knows nothing of process groups: it is the backend of
+EP = 1 and copies no row.
+
+Shape letters: T tokens, D hidden, K top-k, P physical slots (all local here), Q valid pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispatch import combine
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    DispatchError,
+    DispatchStats,
+    Handle,
+    Layout,
+    Probe,
+    Received,
+)
+from dispatch.combine import CombinePairs
+from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, pair_index
+
+
+class LocalDispatcher:
+    """Dispatch and combine within one process. combine_pairs: `Kernels.combine_pairs` or None."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        group: Any,
+        config: DispatchConfig,
+        *,
+        combine_form: CombineForm | None = None,
+        combine_pairs: CombinePairs | None = None,
+    ) -> None:
+        answer = self.probe(group, config)
+        if not answer.ok:
+            raise DispatchError(f"dispatcher 'local': {answer.reason}")
+        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        self.config = config
+        self.combine_form = default if combine_form is None else combine_form
+        self.stats = DispatchStats(rows_sent_to_rank=[0])
+        self._combine = combine_pairs or combine.combine_pairs
+        self._closed = False
+
+    @staticmethod
+    def probe(group: Any, config: DispatchConfig) -> Probe:
+        if group.size != 1:
+            return Probe(False, f"needs exactly one rank, the group has {group.size}")
+        return Probe(True, "one rank holds every expert; nothing travels")
+
+    @staticmethod
+    def plan(group: Any, config: DispatchConfig) -> int:
+        return 0
+
+    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+        if self._closed:
+            raise DispatchError("dispatcher 'local' is closed")
+        check_inputs(self.config, x, slots, weights)
+        return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        handle = self._advance(handle, HandleState.SENT, HandleState.RECEIVED)
+        flat = handle.slots.reshape(-1)
+        counts = torch.bincount(flat + 1, minlength=self.config.num_physical_experts + 1)[1:]
+        self.stats.calls += 1
+        self.stats.rows_sent_to_rank = [handle.x.shape[0]]
+        weights = torch.where(handle.slots >= 0, handle.weights, 0.0)
+        return Received(Layout.ROUTED, handle.x, handle.slots, weights, counts)
+
+    def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
+        handle = self._advance(handle, HandleState.RECEIVED, HandleState.RETURNED)
+        check_outputs(self.combine_form, handle.slots, self.config.hidden_size, y, index)
+        handle.y, handle.index = y, index
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        handle = self._advance(handle, HandleState.RETURNED, HandleState.SPENT)
+        y, index = handle.y, handle.index
+        assert y is not None
+        if self.combine_form is CombineForm.SUMMED:
+            return y.to(torch.float32)
+        if index is None:
+            index = pair_index(handle.slots)
+        return self._combine(y, index, handle.weights)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _advance(self, handle: Handle, before: HandleState, after: HandleState) -> TokenHandle:
+        return TokenHandle.advance(handle, self, before, after)
