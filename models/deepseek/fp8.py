@@ -1,0 +1,123 @@
+"""Block FP8: e4m3 values with one scale a block, in both directions, and a W8A8 product.
+
+Knows: blocks of 128x128 (weights) and 1x128 (activations), ragged edges, scales as fp32 or as
+powers of two (UE8M0). All of it is plain torch: the slow, obvious twin of any FP8 kernel.
+
+Shape letters: T tokens, N out features, C in features, b the block (128).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+E4M3_MAX = 448.0
+
+
+def scale_shape(shape: tuple[int, ...] | torch.Size, block: int = BLOCK) -> tuple[int, int]:
+    """Scales of a weight [N, C]: [ceil(N / b), ceil(C / b)]."""
+    rows, columns = shape
+    return math.ceil(rows / block), math.ceil(columns / block)
+
+
+def scale_to_float(scale: Tensor) -> Tensor:
+    """fp32 scales from F32, BF16, F16 or E8M0 storage (a byte e means 2^(e - 127))."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        # Taken from the exponent by hand: a plain copy of the bytes would read 120 as 120.0.
+        return torch.exp2(scale.view(torch.uint8).to(torch.float32) - 127.0)
+    return scale.to(torch.float32)
+
+
+def power_of_two_scale(scale: Tensor) -> Tensor:
+    """The next power of two, 2^ceil(log2(scale)): what UE8M0 can hold. Exact by exponent bits."""
+    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+
+
+def dequantise_weight(
+    weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK
+) -> Tensor:
+    """weight [N, C] e4m3, scale [ceil(N/b), ceil(C/b)] -> [N, C]: each block times its scale.
+
+    The product is in fp32 with one rounding to dtype.
+    """
+    rows, columns = weight.shape
+    factors = scale_to_float(scale)
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    for i in range(factors.shape[0]):
+        band = slice(i * block, min((i + 1) * block, rows))
+        row = factors[i].repeat_interleave(block)[:columns]
+        out[band] = (weight[band].to(torch.float32) * row).to(dtype)
+    return out
+
+
+def quantise_weight(
+    weight: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = 1e-4
+) -> tuple[Tensor, Tensor]:
+    """[N, C] -> (e4m3 [N, C], fp32 scale [ceil(N/b), ceil(C/b)]); value = e4m3 * scale.
+
+    The largest magnitude of a block (at least `floor`) maps to 448; edges count as zero-padded.
+    """
+    rows, columns = weight.shape
+    grid = scale_shape(weight.shape, block)
+    padded = torch.zeros(grid[0] * block, grid[1] * block, device=weight.device)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(grid[0], block, grid[1], block)
+    scale = blocks.abs().amax(dim=(1, 3)).clamp_min(floor) / E4M3_MAX
+    if ue8m0:
+        scale = power_of_two_scale(scale)
+    quantised = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    flat = quantised.view(padded.shape)[:rows, :columns]
+    return flat.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def quantise_activation(
+    x: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = 1e-4
+) -> tuple[Tensor, Tensor]:
+    """x [T, C] -> (e4m3 [T, C], fp32 scale [T, ceil(C/b)]), one scale per token per 128 channels."""
+    tokens, columns = x.shape
+    groups = math.ceil(columns / block)
+    padded = torch.zeros(tokens, groups * block, device=x.device)
+    padded[:, :columns] = x
+    grouped = padded.view(tokens, groups, block)
+    scale = grouped.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX
+    if ue8m0:
+        scale = power_of_two_scale(scale)
+    quantised = (grouped / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    flat = quantised.view(tokens, -1)[:, :columns]
+    return flat.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def dequantise_activation(x: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
+    """x [T, C] e4m3, scale [T, ceil(C/b)] -> fp32 [T, C]."""
+    factors = scale_to_float(scale).repeat_interleave(block, dim=1)[:, : x.shape[1]]
+    return x.to(torch.float32) * factors
+
+
+def linear_w8a8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    ue8m0: bool = False,
+    out_dtype: torch.dtype = torch.float32,
+    block: int = BLOCK,
+    floor: float = 1e-4,
+) -> Tensor:
+    """x [T, C] times weight [N, C] e4m3: both sides quantised, fp32 sums block by block over C.
+
+    acc += dot(qx, qw over 128 channels) * scale_x * scale_w, blocks in order. ue8m0: the format of
+    the activation scales, which must follow the checkpoint's. -> [T, N] in out_dtype.
+    """
+    rows, columns = weight.shape
+    quantised, x_scale = quantise_activation(x, ue8m0=ue8m0, block=block, floor=floor)
+    w_scale = scale_to_float(weight_scale).repeat_interleave(block, dim=0)[:rows]  # [N, groups]
+    total = torch.zeros(x.shape[0], rows, device=x.device)
+    for group in range(x_scale.shape[1]):
+        part = slice(group * block, min((group + 1) * block, columns))
+        dot = quantised[:, part].to(torch.float32) @ weight[:, part].to(torch.float32).T
+        total += dot * x_scale[:, group, None] * w_scale[None, :, group]
+    return total.to(out_dtype)
