@@ -94,8 +94,8 @@ class Kernels(Protocol):
         ...
 
     def mlp(self, x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> Tensor:
-        """down(silu(gate(x)) * up(x)); gate_up is [2I, D] with gate's rows first. silu and product in
-        fp32, one rounding to the model dtype before down."""
+        """down(silu(gate(x)) * up(x)); gate_up is [2I, D] with gate's rows first. silu and product
+        in fp32, one rounding to the model dtype before down."""
         ...
 
     # -- experts ---------------------------------------------------------------------------

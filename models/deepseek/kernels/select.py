@@ -1,0 +1,54 @@
+"""Which implementation of the kernels runs here: chosen by name, with the reason in words.
+
+Knows the names; each implementation is imported inside its own factory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from models.deepseek.kernels.base import Kernels
+from models.deepseek.kernels.errors import KernelsUnavailable
+
+NAMES = ("auto", "native", "torch")
+
+
+class KernelChoice(NamedTuple):
+    """kernels and one line that says which they are and why: the caller prints it once."""
+
+    kernels: Kernels
+    reason: str
+
+
+def create_kernels(name: str = "auto") -> KernelChoice:
+    """auto: native when it builds on this machine, else torch.
+
+    Raises ValueError for an unknown name, KernelsUnavailable when "native" is asked for and cannot
+    be had.
+    """
+    if name not in NAMES:
+        raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")
+    if name == "torch":
+        return KernelChoice(_torch(), "kernels: torch (asked for; slow, for comparison)")
+    try:
+        return _native()
+    except KernelsUnavailable as error:
+        if name == "native":
+            raise
+        first_line = str(error).splitlines()[0]
+        return KernelChoice(_torch(), f"kernels: torch, slow (no native: {first_line})")
+
+
+def _torch() -> Kernels:
+    from models.deepseek.kernels.torch_kernels import TorchKernels
+
+    return TorchKernels()
+
+
+def _native() -> KernelChoice:
+    try:
+        from models.deepseek.kernels.native_kernels import NativeKernels
+    except ImportError as error:
+        raise KernelsUnavailable(f"native kernels cannot be imported: {error}") from error
+    kernels = NativeKernels()
+    return KernelChoice(kernels, f"kernels: native ({kernels.description})")

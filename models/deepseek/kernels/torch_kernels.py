@@ -1,0 +1,285 @@
+"""The slow, obvious twin of the kernels: plain torch, fp32 inside, runs wherever torch runs.
+
+Row-invariant by construction (law 5): each row is computed by itself, by calls whose shapes and
+memory alignment never change, because the libraries underneath torch give other bits for another
+number of rows, another place of a row in a tile and even another alignment of the same numbers.
+Attention walks fixed partitions of absolute positions in order. Speed is not a goal.
+
+Knows nothing of other implementations. Shape letters as in base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.deepseek.kernels.base import ExpertWeights, GateSpec, LinearWeight
+from models.interface import ForwardBatch
+
+PARTITION = 64  # absolute positions a softmax partition
+ALIGNMENT = 64  # bytes; what torch's own allocator gives
+
+
+class TorchLinearWeight:
+    """A weight [N, C] as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.numel() * weight.element_size()
+
+    def unpack(self) -> Tensor:
+        return self.weight
+
+
+class TorchExpertWeights:
+    """[e, 3 * I * D]: a slot's gate [I, D], up [I, D] and down [D, I] lie in one row."""
+
+    def __init__(self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
+        self.data = torch.zeros(num_slots, 3 * intermediate * hidden, dtype=dtype)
+        self.nbytes = self.data.numel() * self.data.element_size()
+
+    def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        for target, source in zip(self.fetch(slot), (gate, up, down), strict=True):
+            target.copy_(source)
+
+    def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views, so that store() can write through them."""
+        gate, up, down = self.data[slot].view(3, -1)
+        shape = (self.intermediate, self.hidden)
+        return gate.view(shape), up.view(shape), down.view(self.hidden, self.intermediate)
+
+    def bundle(self, slot: int) -> Tensor:
+        return self.data[slot].view(torch.uint8)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x contiguous at an address that does not depend on where it was cut from."""
+    x = x.contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def by_rows(x: Tensor, width: int, call: Callable[[Tensor], Tensor]) -> Tensor:
+    """x [T, C] -> call on each row [C] alone, in fp32, joined to [T, width] fp32."""
+    out = torch.empty(x.shape[0], width)
+    for target, row in zip(out, x, strict=True):
+        target.copy_(call(aligned(row.float())))
+    return out
+
+
+def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, C], weight [N, C] -> [T, N] fp32, whatever T is: the same bits for the same row."""
+    wide = aligned(weight.float())
+    return by_rows(x, weight.shape[0], lambda row: torch.mv(wide, row))
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x)), rounded to the model dtype before down and at the end."""
+    both = torch.cat((matmul_rows(x, gate), matmul_rows(x, up)), dim=-1)
+
+    def activate(row: Tensor) -> Tensor:
+        left, right = row.chunk(2)
+        return F.silu(left) * right
+
+    hidden = by_rows(both, gate.shape[0], activate).to(x.dtype)
+    return matmul_rows(hidden, down).to(x.dtype)
+
+
+def gather_context(layer: Tensor, blocks: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of positions start..stop-1 of one sequence from [blocks, block, width], fp32."""
+    block_size = layer.shape[1]
+    positions = torch.arange(start, stop)
+    return layer[blocks[positions // block_size].long(), positions % block_size].float()
+
+
+class TorchKernels:
+    name = "torch"
+
+    # -- weights ---------------------------------------------------------------------------
+    def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> TorchLinearWeight:
+        return TorchLinearWeight(weight.detach().to(dtype).contiguous())
+
+    def allocate_experts(
+        self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> TorchExpertWeights:
+        return TorchExpertWeights(num_slots, hidden, intermediate, dtype)
+
+    # -- dense -----------------------------------------------------------------------------
+    def linear(
+        self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return matmul_rows(x, weight.unpack()).to(out_dtype or x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        gain = weight.float()
+
+        def norm(row: Tensor) -> Tensor:
+            return row * torch.rsqrt(row.square().mean() + eps) * gain
+
+        return by_rows(x, x.shape[1], norm).to(x.dtype)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.copy_(residual.float() + x.float())
+        return self.rms_norm(residual, weight, eps)
+
+    def mlp(self, x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> Tensor:
+        gate, up = gate_up.unpack().chunk(2)
+        return gated(x, gate, up, down.unpack())
+
+    # -- experts ---------------------------------------------------------------------------
+    def gate(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: GateSpec
+    ) -> tuple[Tensor, Tensor]:
+        logits = matmul_rows(x, weight)  # [T, E]
+        num_rows, num_experts = logits.shape
+        if spec.scoring == "sigmoid":
+            scores = by_rows(logits, num_experts, torch.sigmoid)
+        elif spec.scoring == "softmax":
+            scores = by_rows(logits, num_experts, lambda row: torch.softmax(row, dim=0))
+        else:
+            raise ValueError(f"scoring={spec.scoring!r}: must be 'sigmoid' or 'softmax'")
+        choice = scores if bias is None else scores + bias.float()
+        if spec.num_groups > 1:
+            grouped = choice.view(num_rows, spec.num_groups, num_experts // spec.num_groups)
+            best = grouped.sort(dim=-1, descending=True).values
+            counted = 2 if spec.group_score == "top2" else 1
+            group_scores = best[..., :counted].sum(dim=-1)
+            order = group_scores.sort(dim=-1, descending=True, stable=True).indices
+            keep = torch.zeros(num_rows, spec.num_groups, dtype=torch.bool)
+            keep.scatter_(1, order[:, : spec.topk_groups], True)
+            fill = float("-inf") if spec.scoring == "sigmoid" else 0.0
+            choice = grouped.masked_fill(~keep.unsqueeze(-1), fill).view(num_rows, num_experts)
+        # A stable sort gives equal scores to the lowest id.
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+        weights = scores.gather(1, ids)
+        if spec.renormalise:
+            total = torch.zeros(num_rows, 1)
+            for k in range(spec.top_k):
+                total = total + weights[:, k : k + 1]
+            weights = weights / (total + 1e-20)
+        return ids.to(torch.int32), weights * spec.scale
+
+    def experts(
+        self, x: Tensor, pair_rows: Tensor, offsets: Tensor, weights: ExpertWeights
+    ) -> Tensor:
+        out = x.new_zeros(pair_rows.shape[0], x.shape[1])
+        bounds = offsets.tolist()
+        for slot in range(weights.num_slots):
+            start, stop = bounds[slot], bounds[slot + 1]
+            if start == stop:
+                continue
+            gate, up, down = weights.fetch(slot)
+            out[start:stop] = gated(x[pair_rows[start:stop].long()], gate, up, down)
+        return out
+
+    def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros(index.shape[0], y.shape[1])
+        for k in range(index.shape[1]):
+            present = index[:, k] >= 0
+            term = y[index[present, k]].float() * weights[present, k].float().unsqueeze(1)
+            total[present] += term
+        return total
+
+    # -- attention -------------------------------------------------------------------------
+    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)  # [T, 1, r / 2]
+        even, odd = x.float()[..., 0::2], x.float()[..., 1::2]
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return rotated.flatten(-2).to(x.dtype)
+
+    def write_cache(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
+        block_size = layer.shape[1]
+        rows = torch.cat((latent, k_rope), dim=-1).to(layer.dtype)
+        layer[slot_mapping // block_size, slot_mapping % block_size] = rows
+
+    def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:
+        stacked = weight.unpack().view(num_heads, -1, weight.in_features)
+        heads = [matmul_rows(x[:, h], stacked[h]) for h in range(num_heads)]
+        return torch.stack(heads, dim=1).to(x.dtype)
+
+    def latent_attention(
+        self, q_latent: Tensor, q_rope: Tensor, layer: Tensor, batch: ForwardBatch, scale: float
+    ) -> Tensor:
+        rank = q_latent.shape[-1]
+        query = torch.cat((q_latent, q_rope), dim=-1)
+
+        def keys_and_values(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+            rows = gather_context(layer, blocks, start, stop)  # shared by all heads
+            return rows.unsqueeze(0), rows[:, :rank].unsqueeze(0)
+
+        return attend(query, batch, scale, rank, keys_and_values)
+
+    def naive_attention(
+        self,
+        q: Tensor,
+        layer: Tensor,
+        kv_b: LinearWeight,
+        batch: ForwardBatch,
+        scale: float,
+        value_dim: int,
+    ) -> Tensor:
+        num_heads = q.shape[1]
+        rank = kv_b.in_features
+
+        def keys_and_values(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+            rows = gather_context(layer, blocks, start, stop)
+            wide = matmul_rows(rows[:, :rank], kv_b.unpack()).to(q.dtype).float()
+            wide = wide.view(stop - start, num_heads, -1).transpose(0, 1)
+            nope, value = wide[..., :-value_dim], wide[..., -value_dim:]
+            rope = rows[:, rank:].expand(num_heads, -1, -1)
+            return torch.cat((nope, rope), dim=-1), value
+
+        return attend(q, batch, scale, value_dim, keys_and_values)
+
+
+def attend(
+    query: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    value_dim: int,
+    keys_and_values: Callable[[Tensor, int, int], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """query [T, H, a] over keys [H or 1, p, a] and values [H or 1, p, value_dim] -> [T, H, v].
+
+    Each query goes by itself over whole partitions of absolute positions in ascending order, with
+    the running maximum and sum of an online softmax. Positions after it are zero rows with a score
+    of -inf, so that nothing that lies there can leak.
+    """
+    out = query.new_zeros(query.shape[0], query.shape[1], value_dim)
+    starts = batch.query_start.tolist()
+    for sequence in range(batch.num_sequences):
+        blocks = batch.block_tables[sequence]
+        for row in range(starts[sequence], starts[sequence + 1]):
+            position = int(batch.positions[row])
+            heads = aligned(query[row].float())  # [H, a]
+            peak = torch.full((query.shape[1], 1), float("-inf"))
+            total = torch.zeros(query.shape[1], 1)
+            summed = torch.zeros(query.shape[1], value_dim)
+            for start in range(0, position + 1, PARTITION):
+                stop = min(start + PARTITION, position + 1)
+                keys, values = keys_and_values(blocks, start, stop)
+                pad = (0, 0, 0, PARTITION - (stop - start))
+                keys, values = aligned(F.pad(keys, pad)), aligned(F.pad(values, pad))
+                scores = times(heads, keys.transpose(1, 2)) * scale  # [H, PARTITION]
+                scores[:, stop - start :] = float("-inf")
+                new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
+                shrink = torch.exp(peak - new_peak)
+                chance = torch.exp(scores - new_peak)
+                total = total * shrink + chance.sum(dim=-1, keepdim=True)
+                summed = summed * shrink + times(chance, values)
+                peak = new_peak
+            out[row] = (summed / total).to(query.dtype)
+    return out
+
+
+def times(left: Tensor, right: Tensor) -> Tensor:
+    """left [H, a] by right [1, a, b] (shared by the heads) or [H, a, b] -> [H, b]."""
+    if right.shape[0] == 1:
+        return left @ right[0]
+    return torch.bmm(left.unsqueeze(1), right).squeeze(1)
