@@ -63,6 +63,9 @@ class ServerSection(Section):
     port: int = Field(8000, ge=0, le=65535)  # 0: any free one, printed
     max_queue: int = Field(512, ge=1)  # requests waiting or running before 429
     drain_seconds: float = Field(30.0, ge=0)
+    rank_timeout: float = Field(20.0, gt=1)  # seconds a rank's host may be silent before it is dead
+    api_key: str | None = Field(None, min_length=1)  # asked of /v1 as "Authorization: Bearer ..."
+    max_body_bytes: int = Field(32 << 20, ge=1024)  # a larger HTTP body gets 413
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
