@@ -77,7 +77,7 @@ def quantise_weight(
 def quantise_activation(
     x: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
-    """x [T, C] -> (e4m3 [T, C], fp32 scale [T, ceil(C/b)]), one scale per token per 128 channels."""
+    """x [T, C] -> (e4m3 [T, C], fp32 scale [T, ceil(C/b)]): a scale a token a 128 channels."""
     tokens, columns = x.shape
     groups = math.ceil(columns / block)
     padded = torch.zeros(tokens, groups * block, device=x.device)
