@@ -1,0 +1,276 @@
+"""CollectiveDispatcher (`torch` in the registry): two all-to-alls a layer by torch.distributed.
+
+Knows: process groups, split sizes, what is in flight. Knows nothing of what experts compute. Runs
+over gloo on CPUs; with NCCL the same calls carry device tensors.
+
+The collectives of a layer are the same on every rank whatever its work: counts (int64 [R]),
+payload, combine. A rank that refuses its arguments says so in the counts (-1), so that all ranks
+stop at the same place instead of waiting for one another.
+
+Bytes sent to other ranks in a layer, S rows leaving this rank, N rows that came from others, with
+Q valid pairs among them, w bytes a value:
+
+    counts 8 * (R - 1)  +  payload S * row_bytes  +  combine N * D * w (SUMMED) or Q * D * w (PAIRS)
+    row_bytes = pad4(D * w) + 4 * K + pad4(2 * K)      (pad4: up to a multiple of 4)
+
+Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent, N rows received,
+Q valid pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch import combine
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    DispatchError,
+    DispatchStats,
+    Handle,
+    Layout,
+    PeerError,
+    Probe,
+    Received,
+)
+from dispatch.combine import CombinePairs
+from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
+from dispatch.wire import RowFormat, SendPlan
+from ep.group import EPGroup
+
+_REFUSED = -1  # in place of a row count: this rank refuses its arguments
+
+
+@dataclass(eq=False)
+class _Flight(TokenHandle):
+    """A layer on its way. Buffers live here until the work that reads or writes them is waited."""
+
+    plan: SendPlan | None = None
+    sent: Tensor | None = None  # uint8 [S', row_bytes], own rows left out
+    arriving: Tensor | None = None  # uint8 [N', row_bytes]
+    work: dist.Work | None = None
+    own: tuple[Tensor, Tensor, Tensor] | None = None  # x, weights, local slots that stay here
+    row_counts: list[int] = field(default_factory=list)  # [R] rows received from each rank
+    home: Tensor | None = None  # [T, ...] int64 rows of `result`
+    home_counts: list[int] = field(default_factory=list)  # [R] rows that come back from each rank
+    result: Tensor | None = None
+
+
+class CollectiveDispatcher:
+    """combine_pairs: `Kernels.combine_pairs`; None means plain torch."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        group: EPGroup,
+        config: DispatchConfig,
+        *,
+        combine_form: CombineForm | None = None,
+        combine_pairs: CombinePairs | None = None,
+    ) -> None:
+        answer = self.probe(group, config)
+        if not answer.ok:
+            raise DispatchError(f"dispatcher 'torch': {answer.reason}")
+        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        self.group = group
+        self.config = config
+        self.combine_form = default if combine_form is None else combine_form
+        self.num_local_experts = config.num_physical_experts // group.size
+        self.row_format = RowFormat.choose(
+            config.hidden_size, config.top_k, config.dtype, self.num_local_experts
+        )
+        self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
+        self._combine = combine_pairs or combine.combine_pairs
+        self._closed = False
+
+    @staticmethod
+    def probe(group: EPGroup, config: DispatchConfig) -> Probe:
+        if group.size == 1 or group.device_group is None:
+            return Probe(False, "needs two ranks or more; one rank has no process group")
+        if config.num_physical_experts % group.size:
+            return Probe(
+                False,
+                f"num_physical_experts={config.num_physical_experts} does not divide by "
+                f"{group.size} ranks",
+            )
+        backend = dist.get_backend(group.device_group)
+        return Probe(True, f"all_to_all_single over {backend}, {group.size} ranks")
+
+    @staticmethod
+    def plan(group: EPGroup, config: DispatchConfig) -> int:
+        """Nothing is held between calls. Largest transient bytes of one layer: see `peak_bytes`."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """The most that one layer in flight can hold: every token of every rank comes here with
+        all its picks."""
+        config, size = self.config, self.group.size
+        tokens, width = config.max_tokens_per_rank, min(config.top_k, size)
+        value = config.hidden_size * config.dtype.itemsize
+        back = config.top_k if self.combine_form is CombineForm.PAIRS else 1
+        send = tokens * width * self.row_format.row_bytes
+        receive = size * tokens * (self.row_format.row_bytes + value)
+        return send + receive + (size + 1) * tokens * min(back, self.num_local_experts) * value
+
+    # -- there -----------------------------------------------------------------------------
+
+    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+        if self._closed:
+            raise DispatchError("dispatcher 'torch' is closed")
+        refusal: DispatchError | None = None
+        try:
+            check_inputs(self.config, x, slots, weights)
+            check_slots(self.config, slots)
+        except DispatchError as error:
+            refusal = error
+        if refusal is not None:
+            self._exchange_counts([_REFUSED] * self.group.size, x.device)
+            raise refusal
+        plan = SendPlan.make(slots, self.group.size, self.num_local_experts)
+        row_counts = self._exchange_counts(plan.row_counts, x.device)
+        refused = [rank for rank, count in enumerate(row_counts) if count == _REFUSED]
+        if refused:
+            raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
+        flight = _Flight(self, x, slots, weights, plan=plan, row_counts=row_counts)
+        self._send_payload(flight, plan)
+        if self.combine_form is CombineForm.PAIRS:
+            flight.home, flight.home_counts = plan.home_pairs()
+        else:
+            flight.home, flight.home_counts = plan.home_rows(self.config.top_k), plan.row_counts
+        self._count(plan, row_counts)
+        return flight
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        flight = self._advance(handle, HandleState.SENT, HandleState.RECEIVED)
+        assert flight.work is not None and flight.arriving is not None and flight.own is not None
+        flight.work.wait()
+        # Rows from lower ranks, this rank's own, rows from higher ranks.
+        first = sum(flight.row_counts[: self.group.rank])
+        parts = self.row_format.split(flight.arriving)
+        x, weights, slots = (
+            torch.cat([part[:first], own.to(part.dtype), part[first:]])
+            for part, own in zip(parts, flight.own, strict=True)
+        )
+        slots = slots.to(torch.int32)
+        counts = torch.bincount(slots.reshape(-1) + 1, minlength=self.num_local_experts + 1)[1:]
+        flight.slots = slots
+        flight.sent = flight.arriving = flight.own = flight.work = None
+        return Received(Layout.ROUTED, x, slots, weights, counts)
+
+    # -- and back --------------------------------------------------------------------------
+
+    def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
+        flight = self._advance(handle, HandleState.RECEIVED, HandleState.RETURNED)
+        slots, home = flight.slots, flight.home
+        check_outputs(self.combine_form, slots, self.config.hidden_size, y, index)
+        assert home is not None
+        if self.combine_form is CombineForm.PAIRS:
+            if index is not None:
+                flat = index.reshape(-1)
+                y = y.index_select(0, flat[flat >= 0])
+            send_counts = _pairs_by_source(slots, flight.row_counts)
+        else:
+            send_counts = flight.row_counts
+        flight.y = y.to(self.config.dtype).contiguous()
+        rows = sum(flight.home_counts)
+        flight.result = torch.empty(
+            rows, self.config.hidden_size, dtype=self.config.dtype, device=y.device
+        )
+        flight.work = dist.all_to_all_single(
+            flight.result,
+            flight.y,
+            flight.home_counts,
+            send_counts,
+            group=self.group.device_group,
+            async_op=True,
+        )
+        leaving = flight.y.shape[0] - send_counts[self.group.rank]
+        self.stats.bytes_sent += leaving * self.config.hidden_size * self.config.dtype.itemsize
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        flight = self._advance(handle, HandleState.RETURNED, HandleState.SPENT)
+        assert flight.work is not None and flight.result is not None and flight.home is not None
+        flight.work.wait()
+        weights = flight.weights
+        if self.combine_form is CombineForm.SUMMED:
+            weights = torch.ones(flight.home.shape, dtype=torch.float32, device=weights.device)
+        total = self._combine(flight.result, flight.home, weights)
+        flight.work = flight.y = flight.result = None
+        return total
+
+    def close(self) -> None:
+        self._closed = True
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _exchange_counts(self, counts: list[int], device: torch.device) -> list[int]:
+        send = torch.tensor(counts, dtype=torch.int64, device=device)
+        receive = torch.empty_like(send)
+        dist.all_to_all_single(receive, send, group=self.group.device_group)
+        received: list[int] = receive.tolist()
+        return received
+
+    def _send_payload(self, flight: _Flight, plan: SendPlan) -> None:
+        """Pack the rows that leave, start their all-to-all, keep this rank's own aside."""
+        me, form = self.group.rank, self.row_format
+        local = plan.local_slots(flight.slots, self.num_local_experts)
+        weights = torch.where(local >= 0, flight.weights.index_select(0, plan.tokens), 0.0)
+        first = sum(plan.row_counts[:me])
+        last = first + plan.row_counts[me]
+        flight.own = (
+            flight.x.index_select(0, plan.tokens[first:last]),
+            weights[first:last],
+            local[first:last],
+        )
+        send_counts = _without(plan.row_counts, me)
+        receive_counts = _without(flight.row_counts, me)
+        shape = (sum(send_counts), form.row_bytes)
+        sent = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
+        for part, value in zip(form.split(sent), (flight.x, weights, local), strict=True):
+            if value is flight.x:
+                torch.index_select(value, 0, plan.tokens[:first], out=part[:first])
+                torch.index_select(value, 0, plan.tokens[last:], out=part[first:])
+            else:
+                part[:first] = value[:first]
+                part[first:] = value[last:]
+        shape = (sum(receive_counts), form.row_bytes)
+        flight.sent = sent
+        flight.arriving = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
+        flight.work = dist.all_to_all_single(
+            flight.arriving,
+            sent,
+            receive_counts,
+            send_counts,
+            group=self.group.device_group,
+            async_op=True,
+        )
+
+    def _count(self, plan: SendPlan, row_counts: list[int]) -> None:
+        size, me = self.group.size, self.group.rank
+        leaving = sum(plan.row_counts) - plan.row_counts[me]
+        self.stats.calls += 1
+        self.stats.rows_sent_to_rank = list(plan.row_counts)
+        self.stats.bytes_sent += 8 * (size - 1) + leaving * self.row_format.row_bytes
+
+    def _advance(self, handle: Handle, before: HandleState, after: HandleState) -> _Flight:
+        flight: _Flight = TokenHandle.advance(handle, self, before, after)
+        return flight
+
+
+def _pairs_by_source(slots: Tensor, row_counts: list[int]) -> list[int]:
+    """slots [N, K], rows in order of source rank -> [R] valid pairs from each rank."""
+    before = torch.zeros(slots.shape[0] + 1, dtype=torch.int64, device=slots.device)
+    torch.cumsum((slots >= 0).sum(1), 0, out=before[1:])
+    ends = torch.tensor([0, *row_counts], device=slots.device).cumsum(0)
+    pairs: list[int] = before[ends].diff().tolist()
+    return pairs
+
+
+def _without(counts: list[int], rank: int) -> list[int]:
+    """counts with 0 for one rank."""
+    return [0 if i == rank else count for i, count in enumerate(counts)]

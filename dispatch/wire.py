@@ -1,0 +1,107 @@
+"""The byte layout of a row on its way to another rank, and which rows go where.
+
+Knows: hidden rows, local slots, weights, packing, the plan of one dispatch as plain tensors. Knows
+nothing of process groups.
+
+Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent (one for each token
+and destination rank), Q valid (token, k) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A row is D hidden values, K fp32 weights, K local slots (int16; int32 from 32768 slots up),
+    padded to 4 bytes so that each part of each row is aligned."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+    slot_dtype: torch.dtype
+
+    @classmethod
+    def choose(
+        cls, hidden_size: int, top_k: int, dtype: torch.dtype, num_local_experts: int
+    ) -> RowFormat:
+        small = num_local_experts <= torch.iinfo(torch.int16).max
+        return cls(hidden_size, top_k, dtype, torch.int16 if small else torch.int32)
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of the hidden part, padded to 4."""
+        return -(-self.hidden_size * self.dtype.itemsize // 4) * 4
+
+    @property
+    def row_bytes(self) -> int:
+        slots = self.top_k * self.slot_dtype.itemsize
+        return self.x_bytes + self.top_k * 4 + -(-slots // 4) * 4
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 [n, row_bytes] -> views x [n, D], weights [n, K], slots [n, K]."""
+        k, start = self.top_k, self.x_bytes
+        x = buffer[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype)
+        weights = buffer[:, start : start + 4 * k].view(torch.float32)
+        start += 4 * k
+        slots = buffer[:, start : start + k * self.slot_dtype.itemsize].view(self.slot_dtype)
+        return x, weights, slots
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """Which tokens go to which rank, in order of rank, then token.
+
+    tokens [S] int64; ranks [S] int64; row_counts [R] rows for each rank; valid [T, R] bool.
+    destination [T, K] int32: rank of each pick, -1 where masked.
+    """
+
+    tokens: Tensor
+    ranks: Tensor
+    row_counts: list[int]
+    valid: Tensor
+    destination: Tensor
+
+    @classmethod
+    def make(cls, slots: Tensor, num_ranks: int, num_local_experts: int) -> SendPlan:
+        """slots [T, K] int32 physical or -1."""
+        destination = slots.div(num_local_experts, rounding_mode="floor")
+        rows = slots.shape[0]
+        valid = torch.zeros(rows, num_ranks + 1, dtype=torch.bool, device=slots.device)
+        # A masked pick marks the spare last column.
+        column = torch.where(destination < 0, num_ranks, destination).to(torch.int64)
+        valid.scatter_(1, column, True)
+        valid = valid[:, :num_ranks]
+        ranks, tokens = valid.t().nonzero(as_tuple=True)
+        counts = torch.bincount(ranks, minlength=num_ranks)
+        return cls(tokens, ranks, counts.tolist(), valid, destination)
+
+    def local_slots(self, slots: Tensor, num_local_experts: int) -> Tensor:
+        """slots [T, K] physical -> [S, K] int32: local slots at each row's destination or -1."""
+        local = slots.index_select(0, self.tokens)
+        local = local - (self.ranks * num_local_experts).to(torch.int32)[:, None]
+        return torch.where((local >= 0) & (local < num_local_experts), local, -1)
+
+    def home_rows(self, top_k: int) -> Tensor:
+        """[T, min(K, R)] int64: the sent rows of each token in order of rank, padded with -1."""
+        tokens, num_ranks = self.valid.shape
+        width = min(top_k, num_ranks)
+        column = (self.valid.cumsum(1) - 1)[self.tokens, self.ranks]
+        index = torch.full((tokens, width), -1, dtype=torch.int64, device=self.valid.device)
+        index[self.tokens, column] = torch.arange(len(self.tokens), device=index.device)
+        return index
+
+    def home_pairs(self) -> tuple[Tensor, list[int]]:
+        """Where each pick's row comes home in order of (rank, token, k): [T, K] int64, -1 where
+        masked; and the number of pairs for each rank [R]."""
+        flat = self.destination.reshape(-1)
+        order = flat.argsort(stable=True)  # the masked come first
+        counts = torch.bincount(flat + 1, minlength=self.valid.shape[1] + 1).tolist()
+        masked = counts[0]
+        index = torch.empty_like(order)
+        index.scatter_(0, order, torch.arange(-masked, len(order) - masked, device=order.device))
+        return index.clamp_(min=-1).view(self.destination.shape), counts[1:]
