@@ -1,1 +1,19 @@
-"""KV blocks of a rank: who holds which block, which blocks are cached, how they are named."""
+"""Paged KV blocks of one rank: who owns them, what lies cached in them. Host data only."""
+
+from moeserve.cache.block_cache import BlockCache, Lease
+from moeserve.cache.block_pool import BlockPool
+from moeserve.cache.block_table import BlockTable, BlockTables
+from moeserve.cache.hashing import ROOT_HASH, block_hash, chain_hashes
+from moeserve.cache.prefix_tree import PrefixTree
+
+__all__ = [
+    "ROOT_HASH",
+    "BlockCache",
+    "BlockPool",
+    "BlockTable",
+    "BlockTables",
+    "Lease",
+    "PrefixTree",
+    "block_hash",
+    "chain_hashes",
+]
