@@ -30,7 +30,7 @@ class Node:
         self.parent, self.key, self.block, self.generation = parent, key, block, generation
         self.salt = salt
         self.children: dict[tuple[int, ...], Node] = {}
-        self.hash = ROOT_HASH if parent is None else block_hash(parent.hash, key, salt)
+        self.hash: int = ROOT_HASH if parent is None else block_hash(parent.hash, key, salt)
 
 
 class PrefixTree:

@@ -1,0 +1,149 @@
+"""Sequence: the running state of one request on one rank.
+
+Knows: tokens so far, how many of them lie computed in the cache, what its sampling needs. Knows
+nothing of other sequences, of budgets or of tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.cache import Lease
+from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob
+
+GREEDY_BELOW = 1e-5  # a temperature under it is greedy: dividing by less overflows fp32 logits
+
+
+class SamplingNeeds(enum.IntFlag):
+    """What a row asks of the sampler beyond argmax; a batch does the union, row by row."""
+
+    NONE = 0
+    RANDOM = 1  # temperature > 0
+    TRUNCATED = 2  # top-k, top-p or min-p
+    EDITED = 4  # penalties, bias or a token mask
+    LOGPROBS = 8
+
+
+class Sequence:
+    """num_computed_tokens tokens lie in the cache; it catches up with num_tokens, whatever the
+    difference is called (prefill, a chunk of it, decode, recomputing after preemption)."""
+
+    __slots__ = (
+        "aborted",
+        "arrival_index",
+        "eos_ids",
+        "finish_reason",
+        "lease",
+        "max_output_tokens",
+        "needs",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "output_counts",
+        "prompt_logprobs",
+        "prompt_unique",
+        "request",
+        "request_id",
+        "sampling",
+        "seed",
+        "stop_ids",
+        "temperature",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        arrival_index: int,
+        max_model_len: int,
+        eos_ids: frozenset[int] = frozenset(),
+        engine_seed: int = 0,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.request_id = request.request_id
+        self.sampling = sampling
+        self.arrival_index = arrival_index
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.max_output_tokens = min(
+            sampling.max_tokens, max(max_model_len - self.num_prompt_tokens, 0)
+        )
+        stop_ids = frozenset(sampling.stop_token_ids)
+        self.eos_ids = eos_ids
+        self.stop_ids = stop_ids if sampling.ignore_eos else stop_ids | eos_ids
+        self.lease: Lease | None = None  # of cache blocks, while running
+        self.aborted = False
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = (
+            None if sampling.prompt_logprobs is None else [None]
+        )
+        self.temperature = sampling.temperature
+        self.needs = _needs(sampling)
+        self.seed = _seed(request, engine_seed)
+        # Built when a penalty first asks for them.
+        self.prompt_unique: NDArray[np.int64] | None = None
+        self.output_counts: dict[int, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Some prompt positions still have no logprob: each of them must be computed."""
+        return (
+            self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+        )
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        if self.output_counts is not None:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def preempted(self) -> None:
+        """Its blocks are gone: everything is to be computed again (less what is still cached)."""
+        self.lease = None
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs = [None]
+
+
+def _needs(sampling: SamplingParams) -> int:
+    needs = SamplingNeeds.NONE
+    if sampling.temperature >= GREEDY_BELOW:
+        needs |= SamplingNeeds.RANDOM
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            needs |= SamplingNeeds.TRUNCATED
+    if (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+        or sampling.logit_bias
+        or sampling.min_tokens > 0
+    ):
+        needs |= SamplingNeeds.EDITED
+    if sampling.logprobs is not None:
+        needs |= SamplingNeeds.LOGPROBS
+    return int(needs)
+
+
+def _seed(request: Request, engine_seed: int) -> int:
+    """64 bits. Without a seed of its own a request draws from the engine's seed and its id."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed & 0xFFFFFFFFFFFFFFFF
+    digest = blake2b(f"{engine_seed}/{request.request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
