@@ -1,0 +1,117 @@
+"""RankEnv: what torchrun (or our launcher) tells a process about its place in the job.
+
+The environment is read here, once. Knows variable names and their grammar; opens nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.errors import ConfigError
+
+FRONT_END = "MOESERVE_FRONTEND"  # address of a front end that exists already
+THREADS = "MOESERVE_THREADS"  # threads a rank, chosen by the launcher
+SUPERVISOR = "MOESERVE_SUPERVISOR"  # pid of our launcher: it prints the failures, ranks do not
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """rank of size, local_rank of local_size on this machine; where the store listens."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    master_addr: str
+    master_port: int
+    error_file: Path | None = None  # where the launcher looks for the reason of a failure
+    front_end: str | None = None
+    threads: int | None = None
+    supervisor: int | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.size // self.local_size)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> RankEnv | None:
+        """None outside of a job (no RANK and no WORLD_SIZE); ConfigError if the set is broken."""
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return None
+        problems: list[str] = []
+
+        def number(name: str, default: int | None = None) -> int:
+            text = environ.get(name)
+            if text is None and default is not None:
+                return default
+            if text is None:
+                problems.append(f"{name} is not set, but RANK or WORLD_SIZE is: use torchrun")
+            elif not text.isdecimal():
+                problems.append(f"{name}={text!r}: must be a number >= 0")
+            else:
+                return int(text)
+            return 0
+
+        rank, size = number("RANK"), number("WORLD_SIZE")
+        local_rank, local_size = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size)
+        port = number("MASTER_PORT", 0 if size == 1 else None)
+        addr = environ.get("MASTER_ADDR", "")
+        if size > 1 and not addr:
+            problems.append("MASTER_ADDR is not set: use torchrun")
+        if not problems:
+            if size < 1 or rank >= size:
+                problems.append(f"RANK={rank}: must be below WORLD_SIZE={size}")
+            if local_size < 1 or local_rank >= local_size:
+                problems.append(
+                    f"LOCAL_RANK={local_rank}: must be below LOCAL_WORLD_SIZE={local_size}"
+                )
+            elif size % local_size:
+                problems.append(
+                    f"LOCAL_WORLD_SIZE={local_size}: every machine must run as many ranks, "
+                    f"but WORLD_SIZE={size} is no multiple of it"
+                )
+        if problems:
+            raise ConfigError(problems)
+        error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+        own = {k: int(v) for k in (THREADS, SUPERVISOR) if (v := environ.get(k, "")).isdecimal()}
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            master_addr=addr,
+            master_port=port,
+            error_file=Path(error_file) if error_file else None,
+            front_end=environ.get(FRONT_END) or None,
+            threads=own.get(THREADS),
+            supervisor=own.get(SUPERVISOR),
+        )
+
+    @classmethod
+    def alone(cls) -> RankEnv:
+        """The only rank of a job of one, in this very process."""
+        return cls(0, 1, 0, 1, "", 0)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: its affinity mask, bounded by a cgroup's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores or 1, -(-int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2: the mask alone says it
+    return max(1, cores or 1)
+
+
+def threads_per_rank(configured: int | None, env: RankEnv) -> int:
+    """The setting, else what the launcher was told, else cores shared by the ranks here.
+
+    OMP_NUM_THREADS is not asked on a rank: torchrun sets it to 1 when nobody did. Our launcher
+    hands a user's own value on as MOESERVE_THREADS.
+    """
+    return configured or env.threads or max(1, usable_cores() // env.local_size)

@@ -1,0 +1,125 @@
+"""The front end as a child process of rank 0: started, asked for its address, told to stop.
+
+    python -m launch.front_end PARENT_PID ...   is that process: tied to its parent's life, then
+                                                `moeserve.frontend`, which has the contract.
+
+Knows processes and pipes. Knows nothing of HTTP or of what the messages say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from threading import Thread
+
+from launch.signals import die_with_parent
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError, MoeserveError
+
+
+class FrontEndProcess:
+    """A running front end. `address` is where ranks connect, `url` where clients do."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        num_ranks: int,
+        bind_host: str,
+        on_ready: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        """Blocks until both sockets are bound. ConfigError if they cannot be (port taken, ...)."""
+        settings_read, settings_write = os.pipe()
+        news_read, news_write = os.pipe()
+        command = [
+            *python_command("launch.front_end"),
+            str(os.getpid()),
+            f"--config=/dev/fd/{settings_read}",
+            f"--num-ranks={num_ranks}",
+            f"--bind-host={bind_host}",
+            f"--announce-fd={news_write}",
+        ]
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=(settings_read, news_write),
+            stdin=subprocess.DEVNULL,
+            env=python_environment(),
+        )
+        os.close(settings_read)
+        os.close(news_write)
+        with os.fdopen(settings_write, "w") as settings:
+            settings.write(config.model_dump_json())
+        self._news = os.fdopen(news_read)
+        self._on_ready = on_ready
+        self.url = ""
+        self.address = self._expect("engine")
+        self.url = self._expect("http")
+        Thread(target=self._listen, name="front-end-news", daemon=True).start()
+
+    def _expect(self, what: str) -> str:
+        for line in self._news:
+            news = json.loads(line)
+            if news["what"] == what:
+                return news["value"]
+            if news["what"] == "failed":
+                code = self._process.wait()
+                problems = news["value"].splitlines()
+                raise ConfigError(problems) if code == 2 else MoeserveError("\n".join(problems))
+        code = self._process.wait()
+        raise MoeserveError(f"the front end ended with exit code {code} before it was up")
+
+    def _listen(self) -> None:
+        for line in self._news:
+            news = json.loads(line)
+            if news["what"] == "ready":
+                self._on_ready(news["value"])
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit code, or None if it still runs after so many seconds."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """Ask it to drain and to stop all ranks."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def python_command(module: str) -> list[str]:
+    """Run one of our modules; -P: whatever lies in the working directory shadows nothing."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def python_environment(**extra: str) -> dict[str, str]:
+    """The environment of a child that must find our packages where we found them."""
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home} | extra
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv.pop(1)))
+    from moeserve.frontend import main as front_end_main
+
+    front_end_main()
+
+
+if __name__ == "__main__":
+    main()

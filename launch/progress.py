@@ -1,0 +1,96 @@
+"""What a person sees while a job starts: a bar on a terminal, a line now and then elsewhere.
+
+Knows rich and stderr. Knows nothing of weights: it is told stages and bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+LINE_SECONDS = 5.0  # between two lines of a stage where no terminal is
+
+
+class Progress(Protocol):
+    def update(self, stage: str, done: int, total: int) -> None:
+        """stage: rendezvous | weights | cache | warmup; bytes so far and in all (0: unknown)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_progress(shown: bool) -> Progress:
+    """A bar, lines, or nothing (all ranks but the first)."""
+    if not shown:
+        return NoProgress()
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+class NoProgress:
+    def update(self, stage: str, done: int, total: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LineProgress:
+    """A line when a stage begins to count, every few seconds, and when it is complete."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._began = self._told = 0.0
+        self._complete = False
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._began, self._told, self._complete = stage, now, now, False
+        if not total or self._complete:
+            return
+        self._complete = done >= total
+        if self._complete or now - self._told > LINE_SECONDS:
+            self._told = now
+            rate = done / max(now - self._began, 1e-3) / 1e6
+            print(
+                f"{stage}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        pass
+
+
+class BarProgress:
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            SpinnerColumn,
+            TextColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as Bars
+
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),  # MB/s
+            console=Console(stderr=True),
+        )
+        self._bars.start()
+        self._tasks: dict[str, int] = {}
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = int(self._bars.add_task(stage, total=total or None))
+        task = self._tasks[stage]
+        self._bars.update(task, completed=done, total=total or None)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._bars.stop()

@@ -1,0 +1,179 @@
+"""The flags of ServeConfig's settings: one table, shared by every command that starts an engine.
+
+A test holds the table and ServeConfig together. Values stay text until ServeConfig validates them
+all at once. Imports nothing heavy: this is read for `--help`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moeserve.config import ServeConfig
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting's flag. switch: --x/--no-x; size: bytes, such as 512MiB or 2GiB."""
+
+    section: str
+    field: str
+    metavar: str
+    help: str
+    switch: bool = False
+    size: bool = False
+
+    @property
+    def option(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+
+FLAGS = (
+    Flag("model", "served_name", "NAME", "Name in /v1/models [the folder's name]"),
+    Flag("model", "dtype", "NAME", "auto, float32 or bfloat16"),
+    Flag("model", "kernels", "NAME", "auto, native or torch"),
+    Flag("model", "mtp", "", "Load the multi-token-prediction layer, where there is one", switch=True),
+    Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
+    Flag("parallel", "ep", "N", "Ranks the experts are sharded over [1]"),
+    Flag("parallel", "redundant_experts", "N", "Extra expert slots a layer, over all ranks [0]"),
+    Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
+    Flag("parallel", "dispatch", "NAME", "How tokens travel [auto]"),
+    Flag("cache", "block_size", "N", "Tokens a KV block [16]"),
+    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank", size=True),
+    Flag("cache", "kv_tokens", "N", "Tokens in the KV cache, a rank"),
+    Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", switch=True),
+    Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank [64]"),
+    Flag("schedule", "token_budget", "N", "Tokens a step, a rank [512]"),
+    Flag("schedule", "chunk_size", "N", "Most prompt tokens of one sequence in a step"),
+    Flag("schedule", "max_model_len", "N", "Longest sequence [the model's]"),
+    Flag("engine", "deterministic", "", "The same tokens for every layout and company", switch=True),
+    Flag("engine", "seed", "N", "Seed of requests that bring none [0]"),
+    Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled [60]"),
+    Flag("engine", "threads", "N", "Compute threads a rank [cores / ranks here]"),
+    Flag("server", "host", "ADDR", "Address to listen on [127.0.0.1]"),
+    Flag("server", "port", "N", "Port to listen on; 0 takes any free one [8000]"),
+    Flag("server", "max_queue", "N", "Requests in flight before 429 [512]"),
+    Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop [30]"),
+    Flag("server", "log_level", "NAME", "debug, info, warning or error"),
+)
+
+OFFLINE = ("model", "parallel", "cache", "schedule", "engine")  # what commands without HTTP use
+SERVING = (*OFFLINE, "server")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line said about settings, before validation."""
+
+    checkpoint: Path | None
+    config: Path | None
+    flags: dict[str, dict[str, Any]]
+    sections: tuple[str, ...]
+
+    def resolve(self) -> ServeConfig:
+        """Defaults, then the TOML file, then flags. ConfigError lists every problem."""
+        from moeserve.config import ServeConfig
+
+        flags = {section: dict(fields) for section, fields in self.flags.items()}
+        if self.checkpoint is not None:
+            flags.setdefault("model", {})["checkpoint"] = self.checkpoint
+        config = ServeConfig.load(self.config, flags)
+        problems = [
+            f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
+            for section in sorted(config.model_fields_set - set(self.sections))
+        ]
+        problems += checkpoint_problems(config.model.checkpoint)
+        if config.cache.kv_memory is not None and config.cache.kv_tokens is not None:
+            problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
+        for section, field in (("model", "chat_template"), ("parallel", "placement")):
+            file = getattr(getattr(config, section), field)
+            if file is not None and not file.is_file():
+                problems.append(f"{section}.{field}={str(file)!r}: no such file")
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+
+def checkpoint_problems(folder: Path) -> list[str]:
+    """What can be said about a checkpoint folder without reading it."""
+    if folder == Path():
+        return ["model.checkpoint: not given; name a folder with config.json and *.safetensors"]
+    if not folder.is_dir():
+        return [f"model.checkpoint={str(folder)!r}: no such folder"]
+    if not (folder / "config.json").is_file():
+        return [f"model.checkpoint={str(folder)!r}: holds no config.json"]
+    return []
+
+
+def parse_size(text: str) -> int | str:
+    """'2GiB' -> bytes; what is no size comes back as it is, for the validation to name."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units |= {letter: 1024**power, f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
+    number = text.strip().lower().rstrip("kmgtib")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        return round(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        return text
+
+
+def with_settings(sections: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command CHECKPOINT, --config and the flags of `sections`, handed in as `given`."""
+    flags = [flag for flag in FLAGS if flag.section in sections]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapper(**arguments: Any) -> None:
+            values: dict[str, dict[str, Any]] = {}
+            for flag in flags:
+                value = arguments.pop(flag.field)
+                if value is not None:
+                    size = parse_size(value) if flag.size else value
+                    values.setdefault(flag.section, {})[flag.field] = size
+            given = Given(arguments.pop("checkpoint"), arguments.pop("config"), values, sections)
+            command(given=given, **arguments)
+
+        own = [p for n, p in inspect.signature(command, eval_str=True).parameters.items() if n != "given"]
+        shared = [
+            _parameter("checkpoint", Path, typer.Argument(help="Folder of the checkpoint")),
+            _parameter("config", Path, typer.Option(help="Settings from a TOML file")),
+            *(
+                _parameter(
+                    f.field,
+                    bool if f.switch else str,
+                    typer.Option(
+                        f"{f.option}/--no-{f.option[2:]}" if f.switch else f.option,
+                        help=f.help,
+                        metavar=None if f.switch else f.metavar,
+                        rich_help_panel=f"Settings: {f.section}",
+                    ),
+                )
+                for f in flags
+            ),
+        ]
+        parameters = [shared[0], *own, *shared[1:]]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def _parameter(name: str, kind: type, info: Any) -> inspect.Parameter:
+    # One keyword-only optional parameter, as if it had been written in the command's signature.
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, info],
+    )

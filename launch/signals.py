@@ -1,0 +1,80 @@
+"""StopSignals: the first SIGINT or SIGTERM drains, a later one stops at once. Also parent death.
+
+A rank spends its time inside collectives, where Python's own handlers do not run; a thread that
+reads the wake-up pipe does. Knows signals and processes; nothing of what is being stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+# A terminal's Ctrl-C and the launcher's signal can both reach a process: they are one wish.
+SAME_WISH_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class StopSignals:
+    """While entered, `drain()` is called at the first signal and `now()` at a later one.
+
+    Both run on a thread of their own. They may be replaced at any time (a process that loads has
+    nothing to drain). Only the main thread may enter.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, drain: Callable[[], None], now: Callable[[], None]) -> None:
+        self.drain, self.now = drain, now
+        self.asked = threading.Event()
+        self._first = 0.0
+
+    def __enter__(self) -> StopSignals:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._old = {s: signal.signal(s, lambda *_: None) for s in self.SIGNALS}
+        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._write.close()  # the thread reads an empty answer and ends
+
+    def _watch(self) -> None:
+        while True:
+            numbers = self._read.recv(16)
+            if not numbers:
+                self._read.close()
+                return
+            if not any(n in self.SIGNALS for n in numbers):
+                continue  # another handler's signal passed through the same pipe
+            if not self.asked.is_set():
+                self._first = time.monotonic()
+                self.asked.set()
+                self.drain()
+            elif time.monotonic() - self._first > SAME_WISH_SECONDS:
+                self.now()
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when the one that started it is gone (Linux only).
+
+    parent: the expected parent; if it is gone already, this process ends here.
+    """
+    if sys.platform != "linux":
+        return
+    expected = os.getppid() if parent is None else parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != expected:
+        os._exit(1)
