@@ -1,0 +1,477 @@
+"""EngineClient: the front end's side of the wire, in one asyncio loop.
+
+Owns the ROUTER socket that all ranks connect to. Takes Requests, sends each to the rank the router
+picks, hands TokenOutputs back in order, aborts, drains, stops; notices within a second when a rank
+is gone and ends every stream with finish_reason "error". Knows token ids; knows nothing of text or
+HTTP. The offline LLM uses it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from moeserve import wire
+from moeserve.cache.block_hash import block_hashes
+from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
+from moeserve.fleet import Fleet
+from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
+
+log = logging.getLogger("moeserve.client")
+
+_GRACE = 0.3  # seconds between the first sign of a death and the verdict: the cause may come second
+_MESSAGES_AT_ONCE = 256  # then other tasks of the loop get a turn
+
+
+@dataclass
+class Flight:
+    """A request on its way: where it runs and what has come back. Times are time.time()."""
+
+    request: Request
+    rank: int
+    stream: OutputStream
+    hashes: Sequence[int]
+    load: int
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+
+class OutputStream:
+    """What comes back for one or several requests sent together, in order of arrival."""
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._open = {r.request_id for r in requests}
+        self._pending: deque[TokenOutput] = deque()
+        self._wakeup = asyncio.Event()
+
+    def put(self, output: TokenOutput) -> None:
+        self._pending.append(output)
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        self._wakeup.set()
+
+    async def get(self) -> list[TokenOutput]:
+        """All outputs that wait now, at least one; an empty list once every request has ended."""
+        while not self._pending:
+            if not self._open:
+                return []
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        outputs = list(self._pending)
+        self._pending.clear()
+        return outputs
+
+    def abort(self, request_id: str | None = None) -> None:
+        """Stop one request, or all that still run. What was sent before can still be read."""
+        ids = self._open & {request_id} if request_id is not None else set(self._open)
+        self._open -= ids
+        self._client.abort(ids)
+        self._wakeup.set()
+
+
+class EngineClient:
+    """See the module. Construct, `bind`, then `start` inside the running loop.
+
+    on_ready fires once when all ranks are Ready; on_rank_died once, with the rank to blame, after
+    all streams have been ended; on_first_token and on_finished feed the metrics.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        max_queue: int = 512,
+        rank_timeout: float = 20.0,
+        lockstep_timeout: float = 60.0,
+        prefix_cache: bool = True,
+        on_ready: Callable[[], None] = lambda: None,
+        on_rank_died: Callable[[RankDied], None] = lambda error: None,
+        on_first_token: Callable[[Flight], None] = lambda flight: None,
+        on_finished: Callable[[Flight], None] = lambda flight: None,
+    ) -> None:
+        self.fleet = Fleet(num_ranks)
+        self.max_queue = max_queue
+        self.lockstep_timeout = lockstep_timeout
+        self.draining = False
+        self.failed: RankDied | None = None
+        self.num_rejected = 0
+        self.on_ready, self.on_rank_died = on_ready, on_rank_died
+        self.on_first_token, self.on_finished = on_first_token, on_finished
+        self._prefix_cache = prefix_cache and num_ranks > 1
+        self._index = PrefixIndex(num_ranks)
+        self._loads = [0] * num_ranks
+        self._flights: dict[str, Flight] = {}
+        self._finish_times: deque[float] = deque(maxlen=64)
+        self._ranks = {wire.rank_identity(rank): rank for rank in range(num_ranks)}
+        self._identities = list(self._ranks)
+        self._strangers: set[bytes] = set()
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._verdict: asyncio.TimerHandle | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._read_scheduled = False
+        self._announced_ready = False
+        self._stopping = False
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a rank that is gone fails: the probe
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, 500)
+        self._socket.set(zmq.HEARTBEAT_IVL, max(100, int(rank_timeout * 250)))
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(rank_timeout * 1000))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def bind(self, host: str = "127.0.0.1") -> str:
+        """Open the port that ranks connect to, on an address or name of this machine."""
+        address = socket.gethostbyname(host)
+        port = self._socket.bind_to_random_port(f"tcp://{address}")
+        return f"tcp://{address}:{port}"
+
+    def start(self) -> None:
+        """Begin to read; needs the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._read_monitor()
+        self._on_tick()
+
+    async def wait_ready(self) -> None:
+        """Return when every rank is Ready; RankDied if one is lost before."""
+        while not self.fleet.all_ready:
+            if self.failed is not None:
+                raise self.failed
+            await self._wait_change()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests; wait for the running ones. False: some had to be cut off."""
+        self.draining = True
+        deadline = time.monotonic() + seconds
+        while self._flights and self.failed is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.cut("the server stopped before this request had ended")
+                return False
+            await self._wait_change(left)
+        return True
+
+    def cut(self, reason: str) -> None:
+        """End every running request with an error and tell the ranks to drop it."""
+        ids = list(self._flights)
+        for request_id in ids:
+            self._end_with_error(request_id, reason, abort=True)
+
+    async def stop(self, seconds: float = 10.0) -> bool:
+        """Send Stop to every rank and wait for all Stopped. False: some did not answer in time."""
+        self.draining = self._stopping = True
+        for rank in range(self.fleet.num_ranks):
+            self._send(rank, wire.Stop(drain=False))
+        deadline = time.monotonic() + seconds
+        while not self.fleet.all_stopped:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            await self._wait_change(left)
+        return True
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
+        for timer in (self._tick, self._verdict):
+            if timer is not None:
+                timer.cancel()
+        self._socket.disable_monitor()
+        self._socket.close()
+        self._context.destroy(linger=500)
+
+    # ---- requests --------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flights)
+
+    def check_ready(self) -> None:
+        """NotReady with the reason, unless requests can be taken now."""
+        if self.failed is not None:
+            raise NotReady(str(self.failed))
+        if self.draining:
+            raise NotReady("the server is shutting down")
+        if not self.fleet.all_ready:
+            waiting = [x for x in self.fleet.ranks if x.ready is None]
+            stages = sorted({x.stage for x in waiting})
+            raise NotReady(
+                f"the model is loading: {len(waiting)} of {self.fleet.num_ranks} ranks are not "
+                f"ready ({', '.join(stages)})"
+            )
+
+    def open(self, requests: Sequence[Request]) -> OutputStream:
+        """Send requests that belong together: all are taken, or none.
+
+        Raises NotReady, QueueFull (max_queue counts waiting and running ones), InvalidRequest when
+        they are more than the queue could ever hold.
+        """
+        self.check_ready()
+        if len(requests) > self.max_queue:
+            raise InvalidRequest(
+                "n", len(requests), f"sequences of one call, at most max_queue={self.max_queue}"
+            )
+        if len(self._flights) + len(requests) > self.max_queue:
+            self.num_rejected += len(requests)
+            raise QueueFull(len(self._flights), self.max_queue, self._retry_after(len(requests)))
+        stream = OutputStream(self, requests)
+        for request in requests:
+            self._submit(request, stream)
+        return stream
+
+    async def submit(self, request: Request) -> AsyncIterator[TokenOutput]:
+        """Outputs of one request; leaving the loop early aborts it."""
+        stream = self.open([request])
+        try:
+            while outputs := await stream.get():
+                for output in outputs:
+                    yield output
+        finally:
+            stream.abort()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests; their ranks free the blocks at the next step. Unknown ids are ignored."""
+        by_rank: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            flight = self._flights.get(request_id)
+            if flight is not None:
+                flight.finish_reason = FinishReason.ABORT
+                by_rank.setdefault(flight.rank, []).append(request_id)
+                self._retire(flight)
+        for rank, ids in by_rank.items():
+            self._send(rank, wire.Abort(tuple(ids)))
+
+    def reset_prefix_cache(self) -> None:
+        for rank in range(self.fleet.num_ranks):
+            self._send(rank, wire.ResetPrefixCache())
+
+    def loads(self) -> list[int]:
+        """Tokens of the requests in flight, per rank."""
+        return list(self._loads)
+
+    def _submit(self, request: Request, stream: OutputStream) -> None:
+        num_ranks = self.fleet.num_ranks
+        block_size = self.fleet.block_size()
+        hashes: Sequence[int] = ()
+        if self._prefix_cache:
+            hashes = block_hashes(request.prompt_token_ids, block_size, request.cache_salt)
+        choice = choose_rank(
+            [
+                RankLoad(r, self._loads[r], block_size * self._index.prefix_blocks(r, hashes))
+                for r in range(num_ranks)
+            ]
+        )
+        rank = choice.rank
+        flight = Flight(request, rank, stream, hashes, len(request.prompt_token_ids) + REQUEST_COST)
+        self._flights[request.request_id] = flight
+        self._index.expect(rank, hashes)
+        idle = [r for r in range(num_ranks) if r != rank and self._loads[r] == 0]
+        self._loads[rank] += flight.load
+        self._send(rank, wire.Submit(request))
+        for other in idle:  # they must enter the lockstep too, or this one waits for their tick
+            self._send(other, wire.Wake())
+
+    def _retire(self, flight: Flight) -> None:
+        if self._flights.pop(flight.request.request_id, None) is None:
+            return
+        self._loads[flight.rank] -= flight.load
+        self._index.unexpect(flight.rank, flight.hashes)
+        self._finish_times.append(time.monotonic())
+        self.on_finished(flight)
+        self._changed.set()
+
+    def _end_with_error(self, request_id: str, reason: str, *, abort: bool) -> None:
+        flight = self._flights[request_id]
+        flight.finish_reason = FinishReason.ERROR
+        self._retire(flight)
+        if abort:
+            self._send(flight.rank, wire.Abort((request_id,)))
+        flight.stream.put(
+            TokenOutput(
+                request_id=request_id,
+                token_ids=(),
+                finish_reason=FinishReason.ERROR,
+                error=reason,
+                num_cached_tokens=flight.num_cached_tokens,
+            )
+        )
+
+    def _retry_after(self, wanted: int) -> float:
+        """Seconds until enough places are free, from the pace of the last finished requests."""
+        times = self._finish_times
+        if len(times) < 2:
+            return 1.0
+        pace = (len(times) - 1) / max(1e-3, time.monotonic() - times[0])
+        return min(60.0, max(1.0, wanted / pace))
+
+    # ---- the wire --------------------------------------------------------------------------
+
+    def _send(self, rank: int, message: wire.ToRank) -> None:
+        if self._closed or self.fleet.ranks[rank].lost or self.fleet.ranks[rank].stage == "stopped":
+            return
+        try:
+            self._socket.send_multipart(
+                [self._identities[rank], wire.encode(message)], flags=zmq.NOBLOCK
+            )
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                # Never connected yet is no loss: such a rank is known to be absent.
+                if self.fleet.ranks[rank].stage != "absent":
+                    self._lost(rank, "its connection was lost (process ended or host unreachable)")
+            elif error.errno != zmq.EAGAIN:
+                raise
+        self._read_soon()  # the descriptor is edge-triggered: sending may have eaten the edge
+
+    def _read_soon(self) -> None:
+        if not self._read_scheduled and self._loop is not None and not self._closed:
+            self._read_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_scheduled = False
+        if self._closed:
+            return
+        for _ in range(_MESSAGES_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._received(frames[0], frames[-1])
+        self._read_soon()
+
+    def _received(self, identity: bytes, payload: bytes) -> None:
+        rank = self._ranks.get(identity)
+        if rank is None:
+            if identity not in self._strangers and len(self._strangers) < 16:
+                self._strangers.add(identity)
+                log.warning("ignored a peer that is no rank of this job: %r", identity[:64])
+            return
+        try:
+            message = wire.decode_to_front_end(payload)
+        except msgspec.MsgspecError as error:
+            self._lost(rank, f"sent a message that cannot be read: {error}")
+            return
+        self.fleet.heard(rank, message, time.monotonic())
+        match message:
+            case wire.Outputs():
+                for output in message.outputs:
+                    self._output(output)
+            case wire.CacheEvents():
+                self._index.changed(rank, message.added, message.removed, message.cleared)
+            case wire.Hello() if message.size != self.fleet.num_ranks:
+                self._lost(
+                    rank, f"belongs to a job of {message.size} ranks, not {self.fleet.num_ranks}"
+                )
+            case wire.Ready():
+                self._changed.set()
+                if self.fleet.all_ready and not self._announced_ready:
+                    self._announced_ready = True
+                    self.on_ready()
+            case wire.Fatal():
+                log.error("rank %d: %s", rank, message.reason)
+                self._schedule_verdict()
+            case wire.Stopped():
+                self._changed.set()
+
+    def _output(self, output: TokenOutput) -> None:
+        flight = self._flights.get(output.request_id)
+        if flight is None:
+            return  # aborted meanwhile
+        now = time.time()
+        if output.token_ids:
+            flight.num_output_tokens += len(output.token_ids)
+            flight.load += len(output.token_ids)
+            self._loads[flight.rank] += len(output.token_ids)
+            flight.last_token_at = now
+            flight.num_cached_tokens = output.num_cached_tokens
+            if flight.first_token_at is None:
+                flight.first_token_at = now
+                self.on_first_token(flight)
+        if output.finish_reason is not None:
+            flight.finish_reason = output.finish_reason
+            flight.num_cached_tokens = output.num_cached_tokens
+            self._retire(flight)
+        flight.stream.put(output)
+
+    # ---- death -----------------------------------------------------------------------------
+
+    def _read_monitor(self) -> None:
+        if self._closed:
+            return
+        seen = False
+        while True:
+            try:
+                self._monitor.recv_multipart(flags=zmq.NOBLOCK)
+                seen = True
+            except zmq.Again:
+                break
+        if seen:
+            self._probe()
+            if self._loop is not None:  # the socket may learn of it a moment after its monitor
+                for delay in (0.02, 0.1, 0.5):
+                    self._loop.call_later(delay, self._probe)
+
+    def _probe(self) -> None:
+        """A Wake harms nobody, and cannot be sent to a rank that is no longer there."""
+        if not self._closed:
+            self._read()
+            for state in self.fleet.ranks:
+                if state.stage not in ("absent", "stopped") and state.lost is None:
+                    self._send(state.rank, wire.Wake())
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self.fleet.lost(rank, reason, by_itself=False)
+        self._changed.set()
+        self._schedule_verdict()
+
+    def _schedule_verdict(self) -> None:
+        if self._stopping:
+            return  # whoever was told to stop may go
+        if self._verdict is None and self._loop is not None and self.failed is None:
+            self._verdict = self._loop.call_later(_GRACE, self._pronounce)
+
+    def _pronounce(self) -> None:
+        self.failed = RankDied(*self.fleet.first_cause())
+        for request_id in list(self._flights):
+            self._end_with_error(request_id, str(self.failed), abort=False)
+        self._changed.set()
+        self.on_rank_died(self.failed)
+
+    def _on_tick(self) -> None:
+        """Once a second, should an edge of the descriptors ever be missed."""
+        if self._closed or self._loop is None:
+            return
+        self._tick = self._loop.call_later(1.0, self._on_tick)
+        self._read()
+        self._read_monitor()
+
+    async def _wait_change(self, seconds: float | None = None) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return

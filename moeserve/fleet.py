@@ -1,0 +1,142 @@
+"""What the front end knows of the ranks: which are up, loading, ready, stalled or gone.
+
+Plain state fed with wire messages and clock readings; `report` is the part of /health about ranks.
+Knows nothing of sockets or requests.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from moeserve import wire
+
+# A rank that loses a peer reports so, often before the peer's own end is noticed.
+_BLAMES_A_PEER = re.compile(
+    r"peer|connection (reset|closed|refused)|socket|gloo|nccl|timed? ?out|lockstep", re.IGNORECASE
+)
+
+
+@dataclass
+class RankState:
+    """One rank as last heard of. `heard` and `progress` are monotonic seconds."""
+
+    rank: int
+    stage: str = "absent"  # absent, starting, rendezvous, weights, cache, warmup, ready, stopped
+    hello: wire.Hello | None = None
+    ready: wire.Ready | None = None
+    stats: wire.RankStats | None = None
+    done_bytes: int = 0
+    total_bytes: int = 0
+    heard: float = 0.0
+    progress: float = 0.0  # when its last lockstep ended, as far as known
+    lost: str | None = None  # why it is gone
+
+    def report(self) -> dict[str, object]:
+        view: dict[str, object] = {"rank": self.rank, "state": self.lost and "dead" or self.stage}
+        if self.hello is not None:
+            view |= {"host": self.hello.host, "pid": self.hello.pid}
+        if self.ready is None and self.total_bytes:
+            view |= {"done_bytes": self.done_bytes, "total_bytes": self.total_bytes}
+        if self.lost:
+            view["reason"] = self.lost
+        if self.stats is not None:
+            view |= {
+                "waiting": self.stats.num_waiting,
+                "running": self.stats.num_running,
+                "step": self.stats.step,
+                "placement_generation": self.stats.placement_generation,
+            }
+        return view
+
+
+@dataclass
+class Fleet:
+    """All ranks of the job. Messages go in by `heard`, `lost`; questions are answered below."""
+
+    num_ranks: int
+    ranks: list[RankState] = field(default_factory=list)
+    expert_load: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    losses: list[tuple[int, str, bool]] = field(default_factory=list)  # rank, reason, by itself
+
+    def __post_init__(self) -> None:
+        self.ranks = [RankState(rank) for rank in range(self.num_ranks)]
+
+    def heard(self, rank: int, message: wire.ToFrontEnd, now: float) -> None:
+        state = self.ranks[rank]
+        state.heard = now
+        match message:
+            case wire.Hello():
+                state.hello, state.stage = message, "starting"
+            case wire.Loading():
+                state.stage = message.stage
+                state.done_bytes, state.total_bytes = message.done_bytes, message.total_bytes
+            case wire.Ready():
+                state.ready, state.stage, state.progress = message, "ready", now
+            case wire.RankStats():
+                state.stats = message
+                state.progress = max(state.progress, now - message.lockstep_age)
+                if message.expert_load:
+                    self.expert_load[rank] = (message.expert_shape, message.expert_load)
+            case wire.Outputs():
+                state.progress = now
+            case wire.Stopped():
+                state.stage = "stopped"
+            case wire.Fatal():
+                self.lost(rank, message.reason, by_itself=True)
+            case wire.CacheEvents():
+                pass
+
+    def lost(self, rank: int, reason: str, *, by_itself: bool) -> None:
+        """The rank is gone. by_itself: it said why (Fatal); else its connection broke."""
+        if self.ranks[rank].lost is None:
+            self.ranks[rank].lost = reason
+            self.losses.append((rank, reason, by_itself))
+
+    def first_cause(self) -> tuple[int, str]:
+        """The rank to name: the first loss, but one that merely blames a peer yields to a rank
+        that vanished without a word."""
+        assert self.losses
+        rank, reason, by_itself = self.losses[0]
+        if by_itself and _BLAMES_A_PEER.search(reason):
+            for other, why, said in self.losses[1:]:
+                if not said:
+                    return other, f"{why}; rank {rank} reported: {reason}"
+        return rank, reason
+
+    @property
+    def all_ready(self) -> bool:
+        return all(x.ready is not None for x in self.ranks)
+
+    @property
+    def all_stopped(self) -> bool:
+        """No rank is left that could still say Stopped; one that loads does not listen yet."""
+        return all(x.stage == "stopped" or x.lost or x.ready is None for x in self.ranks)
+
+    def stalled(self, now: float, timeout: float) -> tuple[int, float] | None:
+        """The rank longest without a finished lockstep and its seconds, if over the timeout."""
+        if not self.all_ready or any(x.stage == "stopped" for x in self.ranks):
+            return None
+        oldest = min(self.ranks, key=lambda x: x.progress)
+        age = now - oldest.progress
+        return (oldest.rank, age) if age > timeout else None
+
+    def max_model_len(self) -> int:
+        """The longest sequence that every rank can hold. Only when all are ready."""
+        return min(x.ready.max_model_len for x in self.ranks if x.ready is not None)
+
+    def block_size(self) -> int:
+        assert self.ranks[0].ready is not None
+        return self.ranks[0].ready.block_size
+
+    def expert_totals(self) -> list[list[int]]:
+        """Tokens routed to each logical expert since start, summed over ranks: [L][E]."""
+        totals: list[list[int]] = []
+        for (layers, experts), flat in self.expert_load.values():
+            if not totals:
+                totals = [[0] * experts for _ in range(layers)]
+            for layer in range(min(layers, len(totals))):
+                row = totals[layer]
+                for expert in range(min(experts, len(row))):
+                    row[expert] += flat[layer * experts + expert]
+        return totals

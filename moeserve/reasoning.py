@@ -1,0 +1,58 @@
+"""Splits a chat answer into reasoning (between <think> and </think>) and content, as it streams.
+
+Reasoning is only looked for where the template or the answer opens it: the rendered prompt ends in
+<think>, or the answer begins with <think>. A </think> that begins an answer whose prompt did not
+open one is dropped. Tags elsewhere are ordinary text. Knows text only.
+"""
+
+from __future__ import annotations
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """Feed text deltas; get (reasoning, content) deltas whose concatenation loses only the tags.
+
+    `reasoning` tells whether the text so far ends inside the reasoning part.
+    """
+
+    def __init__(self, *, opened: bool) -> None:
+        self.reasoning = opened
+        self._start = not opened  # an opening tag may still come
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        self._held += text
+        if self._start:
+            stripped = self._held.lstrip()
+            if stripped.startswith(OPEN):
+                self._held = stripped[len(OPEN) :]
+                self._start, self.reasoning = False, True
+            elif stripped == "" or OPEN.startswith(stripped):
+                return "", ""
+            else:
+                self._start = False
+        if not self.reasoning:
+            return "", self._take(len(self._held))
+        at = self._held.find(CLOSE)
+        if at >= 0:
+            thought = self._take(at)
+            self._held = self._held[len(CLOSE) :]
+            self.reasoning = False
+            return thought, self._take(len(self._held))
+        keep = next((n for n in range(len(CLOSE) - 1, 0, -1) if self._held.endswith(CLOSE[:n])), 0)
+        return self._take(len(self._held) - keep), ""
+
+    def flush(self) -> tuple[str, str]:
+        """The answer has ended: a partial tag was text after all."""
+        held = self._take(len(self._held))
+        return (held, "") if self.reasoning else ("", held)
+
+    def _take(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+def prompt_opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered chat prompt leaves the model inside an open <think>."""
+    return prompt.rstrip().endswith(OPEN)
