@@ -18,7 +18,7 @@ from pathlib import Path
 from moeserve.errors import MoeserveError
 
 LOST_PEER = 75  # exit code: this rank is fine, another one is not
-# What gloo and the store say when the other end is gone; their exceptions have no type of their own.
+# What gloo and the store say when the other end is gone: plain RuntimeErrors.
 _PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -46,6 +46,8 @@ class FrontEndProcess:
             command,
             pass_fds=(settings_read, news_write),
             stdin=subprocess.DEVNULL,
+            # A signal to rank 0's process group is forwarded once, by rank 0.
+            start_new_session=True,
             env=python_environment(),
         )
         os.close(settings_read)

@@ -9,11 +9,12 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import psutil
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from ep.group import EPGroup
 from launch.env import RankEnv
@@ -29,7 +30,8 @@ class Job:
     """The group and the store by which ranks tell each other small facts at the start."""
 
     group: EPGroup
-    store: dist.Store | None
+    store: Store | None
+    said_alone: set[str] = field(default_factory=set)
 
     def share(self, key: str, value: str | None) -> str:
         """The owner gives a value, all others (None) wait for it. One rank: the value itself."""
@@ -41,11 +43,23 @@ class Job:
             return value
         return self.store.get(key).decode()
 
-    def first(self, key: str) -> bool:
-        """True for the first rank that asks: who prints what all ranks found."""
+    def say(self, key: str) -> bool:
+        """Say something to all ranks; True for the first one that says it."""
+        if self.store is None:
+            self.said_alone.add(key)
+            return True
         try:
-            return self.store is None or self.store.add(key, 1) == 1
-        except RuntimeError:  # the store is gone: so is the rank that hosted it
+            return self.store.add(f"said/{key}", 1) == 1
+        except RuntimeError:  # the store is gone, and with it the process that hosted it
+            return False
+
+    def said(self, key: str) -> bool:
+        """True once any rank said it."""
+        if self.store is None:
+            return key in self.said_alone
+        try:
+            return self.store.check([f"said/{key}"])
+        except RuntimeError:
             return False
 
 
@@ -99,7 +113,10 @@ def choose_interface(env: RankEnv) -> None:
         address = socket.gethostbyname(name)
     except OSError as error:
         raise ConfigError(
-            [f"host name {name!r} does not resolve ({error}); set {INTERFACE}; {_choices(interfaces)}"]
+            [
+                f"host name {name!r} does not resolve ({error}); set {INTERFACE}; "
+                f"{_choices(interfaces)}"
+            ]
         ) from None
     if address.startswith("127."):
         raise ConfigError(

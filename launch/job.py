@@ -63,7 +63,9 @@ def run_job(
             try:
                 elastic_launch(config, entrypoint=command[0])(*command[1:])
             except ChildFailedError as error:
-                failures = [read(r, f.exitcode, f.error_file_data) for r, f in error.failures.items()]
+                failures = [
+                    read(r, f.exitcode, f.error_file_data) for r, f in error.failures.items()
+                ]
                 cause = first_cause(failures)
                 # After a stop was asked for, a rank that had to be killed is what was asked for.
                 return None if stop.asked.is_set() and cause.exit_code < 0 else cause

@@ -11,22 +11,27 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from launch.env import RankEnv, threads_per_rank
 from launch.failure import LOST_PEER, exit_code_of, is_lost_peer, is_typed, write
 from launch.front_end import FrontEndProcess
 from launch.signals import StopSignals, die_with_parent
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError, MoeserveError
+from moeserve.errors import ConfigError, MoeserveError, RankDied
+
+if TYPE_CHECKING:
+    from launch.groups import Job
 
 # After a peer died: time for the launcher to see that death first, and for the front end to end its
 # streams with an honest error.
 PEER_LOSS_SECONDS = 2.0
 # The front end waits for every rank's Stopped and then ends; this is what it may take to do so.
 FRONT_END_EXIT_SECONDS = 15.0
+WATCH_SECONDS = 0.2
+READY, STOP = "ready", "stop"  # what ranks say to each other through the store
 
 
 def run(config: ServeConfig, env: RankEnv) -> None:
@@ -43,7 +48,7 @@ class _Rank:
     def __init__(self, config: ServeConfig, env: RankEnv) -> None:
         self.config, self.env = config, env
         self.front_end: FrontEndProcess | None = None
-        self.first: Callable[[str], bool] = lambda key: True
+        self.job: Job | None = None
         self.stopping = StopSignals(drain=self.leave, now=self.leave)
 
     def run(self) -> None:
@@ -65,8 +70,7 @@ class _Rank:
         torch.set_num_threads(threads)
         with ExitStack() as stack:
             stack.enter_context(self.stopping)
-            job = stack.enter_context(open_job(env))
-            self.first = job.first
+            self.job = job = stack.enter_context(open_job(env))
             if env.rank == 0 and env.front_end is None:
                 try:
                     self.front_end = FrontEndProcess(
@@ -82,6 +86,8 @@ class _Rank:
             )
             if not address:
                 os._exit(LOST_PEER)
+            if env.front_end is None:
+                self.stopping.drain = self.drain
             run_rank(config, job.group, address)
             if self.front_end is not None:
                 self.stopping.asked.set()
@@ -92,8 +98,18 @@ class _Rank:
 
     # ---- how it ends --------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Rank 0 hears of it, and has the front end drain and stop all ranks."""
+        assert self.job is not None
+        if not self.job.said(READY):
+            self.leave()  # nothing is being served yet
+        elif self.front_end is not None:
+            self.front_end.stop()
+        else:
+            self.job.say(STOP)
+
     def leave(self) -> None:
-        """Nothing is being served yet, or the patience is over: end now."""
+        """End now: nothing is being served, or the patience is over."""
         if self.front_end is not None:
             self.front_end.kill()
         os._exit(0)
@@ -107,7 +123,7 @@ class _Rank:
                 self.front_end.wait(PEER_LOSS_SECONDS)
         else:
             write(self.env.error_file, error)
-            if self.env.supervisor is None and self.first("failure"):
+            if self.env.supervisor is None and (self.job is None or self.job.say("failed")):
                 self._print(error)
         if self.front_end is not None:
             self.front_end.kill()
@@ -127,16 +143,21 @@ class _Rank:
     # ---- the front end, on rank 0 -------------------------------------------------------------
 
     def _on_ready(self, url: str) -> None:
-        assert self.front_end is not None
-        self.stopping.drain = self.front_end.stop
+        assert self.job is not None
+        self.job.say(READY)
         print(f"ready: {url}", file=sys.stderr, flush=True)
 
     def _watch_front_end(self) -> None:
-        # Its end while requests may still come ends the job. 0 is a drained stop, which ranks hear
-        # of as messages; 3 says that a rank died, which that rank's launcher tells better.
-        assert self.front_end is not None
-        code = self.front_end.wait()
+        # Its end while requests may still come ends the job. 0 is a drained stop, of which the
+        # ranks hear as messages; 3 says that a rank died: that rank's launcher says it better.
+        assert self.front_end is not None and self.job is not None
+        while self.front_end.poll() is None:
+            time.sleep(WATCH_SECONDS)
+            if self.job.said(STOP) and not self.stopping.asked.is_set():
+                self.stopping.asked.set()
+                self.front_end.stop()
+        code = self.front_end.poll()
         if not code or self.stopping.asked.is_set():
             return
-        time.sleep(PEER_LOSS_SECONDS if code == 3 else 0)
+        time.sleep(PEER_LOSS_SECONDS if code == RankDied.exit_code else 0)
         self.fail(MoeserveError(f"the front end died with exit code {code}"))

@@ -38,31 +38,38 @@ class Flag:
 
 
 FLAGS = (
-    Flag("model", "served_name", "NAME", "Name in /v1/models [the folder's name]"),
+    Flag("model", "served_name", "NAME", "Name in /v1/models (the folder's name)"),
     Flag("model", "dtype", "NAME", "auto, float32 or bfloat16"),
     Flag("model", "kernels", "NAME", "auto, native or torch"),
-    Flag("model", "mtp", "", "Load the multi-token-prediction layer, where there is one", switch=True),
+    Flag(
+        "model", "mtp", "", "Load the multi-token-prediction layer, where there is one", switch=True
+    ),
     Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
-    Flag("parallel", "ep", "N", "Ranks the experts are sharded over [1]"),
-    Flag("parallel", "redundant_experts", "N", "Extra expert slots a layer, over all ranks [0]"),
+    Flag("parallel", "ep", "N", "Ranks the experts are sharded over (1)"),
+    Flag("parallel", "redundant_experts", "N", "Extra expert slots a layer, over all ranks (0)"),
     Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
-    Flag("parallel", "dispatch", "NAME", "How tokens travel [auto]"),
-    Flag("cache", "block_size", "N", "Tokens a KV block [16]"),
+    Flag("parallel", "dispatch", "NAME", "How tokens travel (auto)"),
+    Flag("cache", "block_size", "N", "Tokens a KV block (16)"),
     Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank", size=True),
     Flag("cache", "kv_tokens", "N", "Tokens in the KV cache, a rank"),
     Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", switch=True),
-    Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank [64]"),
-    Flag("schedule", "token_budget", "N", "Tokens a step, a rank [512]"),
+    Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank (64)"),
+    Flag("schedule", "token_budget", "N", "Tokens a step, a rank (512)"),
     Flag("schedule", "chunk_size", "N", "Most prompt tokens of one sequence in a step"),
-    Flag("schedule", "max_model_len", "N", "Longest sequence [the model's]"),
-    Flag("engine", "deterministic", "", "The same tokens for every layout and company", switch=True),
-    Flag("engine", "seed", "N", "Seed of requests that bring none [0]"),
-    Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled [60]"),
-    Flag("engine", "threads", "N", "Compute threads a rank [cores / ranks here]"),
-    Flag("server", "host", "ADDR", "Address to listen on [127.0.0.1]"),
-    Flag("server", "port", "N", "Port to listen on; 0 takes any free one [8000]"),
-    Flag("server", "max_queue", "N", "Requests in flight before 429 [512]"),
-    Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop [30]"),
+    Flag("schedule", "max_model_len", "N", "Longest sequence (the model's)"),
+    Flag(
+        "engine", "deterministic", "", "The same tokens for every layout and company", switch=True
+    ),
+    Flag("engine", "seed", "N", "Seed of requests that bring none (0)"),
+    Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled (60)"),
+    Flag("engine", "threads", "N", "Compute threads a rank (cores / ranks here)"),
+    Flag("server", "host", "ADDR", "Address to listen on (127.0.0.1)"),
+    Flag("server", "port", "N", "Port to listen on; 0 takes any free one (8000)"),
+    Flag("server", "max_queue", "N", "Requests in flight before 429 (512)"),
+    Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop (30)"),
+    Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead (20)"),
+    Flag("server", "api_key", "KEY", "Asked of clients as 'Authorization: Bearer KEY'"),
+    Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413 (32MiB)", size=True),
     Flag("server", "log_level", "NAME", "debug, info, warning or error"),
 )
 
@@ -86,7 +93,11 @@ class Given:
         flags = {section: dict(fields) for section, fields in self.flags.items()}
         if self.checkpoint is not None:
             flags.setdefault("model", {})["checkpoint"] = self.checkpoint
-        config = ServeConfig.load(self.config, flags)
+        try:
+            config = ServeConfig.load(self.config, flags)
+        except ConfigError as error:
+            folder = [] if self.checkpoint is None else checkpoint_problems(self.checkpoint)
+            raise ConfigError([*error.problems, *folder]) from None
         problems = [
             f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
             for section in sorted(config.model_fields_set - set(self.sections))
@@ -127,7 +138,9 @@ def parse_size(text: str) -> int | str:
         return text
 
 
-def with_settings(sections: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    sections: tuple[str, ...],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command CHECKPOINT, --config and the flags of `sections`, handed in as `given`."""
     flags = [flag for flag in FLAGS if flag.section in sections]
 
@@ -143,7 +156,11 @@ def with_settings(sections: tuple[str, ...]) -> Callable[[Callable[..., None]], 
             given = Given(arguments.pop("checkpoint"), arguments.pop("config"), values, sections)
             command(given=given, **arguments)
 
-        own = [p for n, p in inspect.signature(command, eval_str=True).parameters.items() if n != "given"]
+        own = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, p in inspect.signature(command, eval_str=True).parameters.items()
+            if name != "given"
+        ]
         shared = [
             _parameter("checkpoint", Path, typer.Argument(help="Folder of the checkpoint")),
             _parameter("config", Path, typer.Option(help="Settings from a TOML file")),

@@ -1,0 +1,69 @@
+"""`moeserve serve`: one rank when torchrun started this process, else the launcher of all ranks.
+
+Knows which of the two it is and what can be checked before any rank starts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from launch.env import RankEnv
+from launch.settings import Given
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError, RankDied
+
+
+def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None:
+    """arguments: the command line as given, which each rank parses again."""
+    env = RankEnv.read(os.environ)
+    config = given.resolve()
+    if env is not None:
+        if config.parallel.ep == 1 and "ep" not in config.parallel.model_fields_set:
+            parallel = config.parallel.model_copy(update={"ep": env.size})
+            config = config.model_copy(update={"parallel": parallel})
+        from launch.rank import run
+
+        run(config, replace(env, front_end=front_end or env.front_end))
+        return
+    if front_end is None:
+        check_port(config)
+    from launch.job import run_job
+
+    failure = run_job(config.parallel.ep, arguments, front_end)
+    if failure is None:
+        print("moeserve: stopped", file=sys.stderr)
+        return
+    print(failure.details, end="", file=sys.stderr)
+    if failure.exit_code < 0 and failure.rank >= 0:
+        raise RankDied(failure.rank, failure.reason)
+    who = f"rank {failure.rank}: " if config.parallel.ep > 1 and failure.rank >= 0 else ""
+    for line in failure.reason.splitlines():
+        print(f"moeserve: {who}{line}", file=sys.stderr)
+    raise SystemExit(failure.exit_code)
+
+
+def check_port(config: ServeConfig) -> None:
+    """Refuse a taken port now, seconds before the front end would find out."""
+    host, port = config.server.host, config.server.port
+    if port == 0:
+        return
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError([f"server.host={host!r}: does not resolve: {error.strerror}"]) from None
+    with socket.socket(family, kind) as probe:
+        # As the server does: a port whose connections only linger may be taken again.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                valid = "another process listens there; choose another, or 0 for any free one"
+            else:
+                valid = f"cannot listen on {host}: {error.strerror}"
+            raise ConfigError([f"server.port={port}: {valid}"]) from None
