@@ -29,7 +29,10 @@ from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outpu
 
 
 class LocalDispatcher:
-    """Dispatch and combine within one process. combine_pairs: `Kernels.combine_pairs` or None."""
+    """Dispatch and combine within one process. combine_pairs: `Kernels.combine_pairs` or None.
+
+    Received rows are x itself, those without any valid slot included.
+    """
 
     name = "local"
 

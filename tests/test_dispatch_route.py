@@ -1,4 +1,4 @@
-"""Routing: the slot holds the expert, one owner, even over replicas, the same wherever it is made."""
+"""Routing: the slot holds the expert, one owner, even over replicas, the same everywhere."""
 
 from __future__ import annotations
 

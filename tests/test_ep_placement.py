@@ -1,4 +1,4 @@
-"""ExpertPlacement: every invariant, for any number of redundant slots; refusals with valid values."""
+"""ExpertPlacement: its invariants for any number of redundant slots; refusals that help."""
 
 from __future__ import annotations
 
