@@ -98,6 +98,11 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens known and not computed: 1 in decode, more in a prefill."""
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
