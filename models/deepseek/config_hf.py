@@ -211,7 +211,7 @@ def _rope(model_type: str, text: dict[str, Any], problems: list[str]) -> Rope:
     interleaved = text.get("rope_interleave")
     interleaved = True if interleaved is None else bool(interleaved)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if settings.get("partial_rotary_factor", 1.0) != 1.0:
+    if any(d.get("partial_rotary_factor", 1.0) not in (1.0, None) for d in (settings, text)):
         raise UnsupportedModel(model_type, "partial_rotary_factor other than 1 is not built")
     if kind in ("default", None):
         return Rope(theta=theta, interleaved=interleaved)

@@ -1,0 +1,75 @@
+"""Received rows through this rank's experts, in whichever layout they arrived.
+
+Knows: the three layouts, the two combine forms. Knows nothing of gates, ranks or transports.
+
+Shape letters: N received rows, D hidden, K top-k, e local slots, M rows a slot (MASKED), Q pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dispatch.base import CombineForm, Layout, Received
+from dispatch.permute import permute
+from models.deepseek.kernels.base import ExpertWeights, Kernels
+
+
+def run_experts(
+    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
+) -> tuple[Tensor, Tensor | None]:
+    """What `combine_start` wants: y and, for ROUTED rows in the PAIRS form, the index of pairs.
+
+    SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
+    """
+    if received.scales is not None:
+        raise NotImplementedError("received rows in FP8: these kernels take the model dtype only")
+    if received.layout is Layout.ROUTED:
+        return _routed(kernels, received, weights, form)
+    if received.layout is Layout.EXPANDED:
+        return _expanded(kernels, received, weights, form), None
+    return _masked(kernels, received, weights, form), None
+
+
+def _routed(
+    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
+) -> tuple[Tensor, Tensor | None]:
+    order = permute(received.slots, received.counts)
+    y = kernels.experts(received.x, order.pair_rows, order.offsets, weights)
+    if form is CombineForm.PAIRS:
+        return y, order.index
+    return kernels.combine_pairs(y, order.index, received.weights).to(received.x.dtype), None
+
+
+def _expanded(
+    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
+) -> Tensor:
+    """A row once per (token, expert), already grouped by slot; weights [N, 1] beside it."""
+    rows = torch.arange(received.x.shape[0], dtype=torch.int32, device=received.x.device)
+    y = kernels.experts(received.x, rows, _offsets(received.counts), weights)
+    return _weighted(y, received.weights) if form is CombineForm.SUMMED else y
+
+
+def _masked(
+    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
+) -> Tensor:
+    """x [e, M, D] padded per slot: only counts[s] rows of slot s are computed, the rest stay 0."""
+    slots, width, hidden = received.x.shape
+    column = torch.arange(width, device=received.x.device)
+    rows = (column[None, :] < received.counts[:, None]).reshape(-1).nonzero().squeeze(1)
+    flat = received.x.reshape(-1, hidden)
+    y = kernels.experts(flat, rows.to(torch.int32), _offsets(received.counts), weights)
+    out = flat.new_zeros(flat.shape)
+    if form is CombineForm.SUMMED:
+        y = _weighted(y, received.weights.reshape(-1, 1)[rows])
+    out[rows] = y
+    return out.view(slots, width, hidden)
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    zero = torch.zeros(1, dtype=torch.int64, device=counts.device)
+    return torch.cat((zero, counts.cumsum(0))).to(torch.int32)
+
+
+def _weighted(y: Tensor, weights: Tensor) -> Tensor:
+    return (y.to(torch.float32) * weights.reshape(-1, 1)).to(y.dtype)

@@ -1,0 +1,173 @@
+"""DeepSeekModel: one rank's forward pass, from token ids to logits, and its MTP drafts.
+
+Knows: the order of layers, residuals and norms; which cache layer and placement row each layer has.
+Knows nothing of files (see `load`), requests or how collectives travel.
+
+Shape letters: T tokens, D hidden, V vocabulary, O rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from dispatch.base import Dispatcher
+from dispatch.route import RoutingTable
+from ep.placement import ExpertPlacement
+from models.deepseek.config import DeepSeekConfig
+from models.deepseek.kernels.base import ExpertWeights, Kernels
+from models.deepseek.mla import Attention, AttentionPlan, naive_from, plan_attention
+from models.deepseek.moe import Clock, MoE
+from models.deepseek.rope import cos_sin_table
+from models.deepseek.weights import LayerWeights, MlpWeights, ModelWeights, MtpWeights
+from models.interface import CacheSpec, ForwardBatch, ForwardOutput, PagedKVCache, StepObserver
+
+
+class DeepSeekModel:
+    """Implements models.interface.CausalLM.
+
+    deterministic: absorbed attention for every row, so that chunking changes no bit; the dispatcher
+    must then use CombineForm.PAIRS. rank: this rank's number, as the placement counts.
+    max_positions: rows of the rotary table (default: what the config allows).
+    """
+
+    def __init__(
+        self,
+        config: DeepSeekConfig,
+        weights: ModelWeights,
+        kernels: Kernels,
+        dispatcher: Dispatcher,
+        placement: ExpertPlacement,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        deterministic: bool,
+        max_positions: int | None = None,
+    ) -> None:
+        self.config, self.weights, self.kernels = config, weights, kernels
+        self.dispatcher, self.dtype, self.rank = dispatcher, dtype, rank
+        self.deterministic = deterministic
+        self.device = weights.embed.device
+        self.max_positions = min(max_positions or 1 << 62, config.max_position_embeddings)
+        table = cos_sin_table(config.rope, config.qk_rope_head_dim, self.max_positions)
+        self.cache_spec = CacheSpec(
+            num_layers=config.num_hidden_layers + len(weights.mtp),
+            width=config.cache_width,
+            dtype=dtype,
+        )
+        self.num_mtp_layers = len(weights.mtp)
+        self._naive_from = None if deterministic else naive_from(config)
+        self._attention = Attention(config, kernels, table.to(self.device))
+        self._moe = MoE(kernels, dispatcher, config.gate_spec(), config.n_routed_experts, rank)
+        self.adopt_placement(placement)
+
+    # -- placement -------------------------------------------------------------------------
+
+    def adopt_placement(self, placement: ExpertPlacement) -> None:
+        """Route by this placement from the next step on; the experts must have moved already."""
+        rows = len(self.weights.moe_layers())
+        if placement.num_layers != rows:
+            raise ValueError(f"placement has {placement.num_layers} layers, this model {rows}")
+        self.placement = placement
+        self._routing = [RoutingTable.build(placement, row, self.device) for row in range(rows)]
+
+    def expert_weights(self) -> list[ExpertWeights]:
+        """This rank's slots, one entry a placement row: what migration moves (`bundle`)."""
+        return [moe.experts for moe in self.weights.moe_layers()]
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of weights on this rank by kind."""
+        return self.weights.memory_bytes()
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, observer: StepObserver | None = None
+    ) -> ForwardOutput:
+        """T may be 0: every layer and every collective runs all the same (law 1)."""
+        start = time.perf_counter()
+        clock = Clock(observer)
+        plan = plan_attention(batch, self._naive_from)
+        residual = self.weights.embed[batch.token_ids]  # [T, D], the residual stream
+        out: Tensor | None = None
+        for number, layer in enumerate(self.weights.layers):
+            out = self._layer(residual, out, layer, cache.layers[number], batch, plan, clock)
+        assert out is not None
+        eps = self.config.rms_norm_eps
+        hidden = self.kernels.add_rms_norm(residual, out, self.weights.final_norm, eps)
+        logits = self.kernels.linear(
+            hidden[batch.logits_rows], self.weights.head, out_dtype=torch.float32
+        )
+        _report_other(clock, start)
+        return ForwardOutput(hidden=hidden, logits=logits)
+
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        next_token_ids: Tensor,
+        cache: PagedKVCache,
+        depth: int = 0,
+        observer: StepObserver | None = None,
+    ) -> ForwardOutput:
+        """See CausalLM.draft. batch: the rows whose latents MTP layer `depth` writes and attends.
+
+        hidden [T, D] after the final norm (or after the shared head's norm, when fed back);
+        next_token_ids [T]: the token that follows each row.
+        """
+        if not 0 <= depth < self.num_mtp_layers:
+            raise ValueError(f"depth={depth}: this model has {self.num_mtp_layers} MTP layers")
+        start = time.perf_counter()
+        clock = Clock(observer)
+        w, k, eps = self.weights.mtp[depth], self.kernels, self.config.rms_norm_eps
+        plan = plan_attention(batch, self._naive_from)
+        residual = self._mtp_input(w, hidden, next_token_ids)
+        number = self.config.num_hidden_layers + depth
+        out = self._layer(residual, None, w.layer, cache.layers[number], batch, plan, clock)
+        hidden = k.add_rms_norm(residual, out, w.head_norm, eps)
+        logits = k.linear(hidden[batch.logits_rows], w.head, out_dtype=torch.float32)
+        _report_other(clock, start)
+        return ForwardOutput(hidden=hidden, logits=logits)
+
+    def close(self) -> None:
+        self.dispatcher.close()
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _mtp_input(self, w: MtpWeights, hidden: Tensor, next_token_ids: Tensor) -> Tensor:
+        """eh_proj of [normed embedding of the next token, normed hidden]: [T, 2D] -> [T, D]."""
+        k, eps = self.kernels, self.config.rms_norm_eps
+        embedded = k.rms_norm(w.embed[next_token_ids], w.enorm, eps)
+        return k.linear(torch.cat((embedded, k.rms_norm(hidden, w.hnorm, eps)), -1), w.eh_proj)
+
+    def _layer(
+        self,
+        residual: Tensor,
+        pending: Tensor | None,
+        weights: LayerWeights,
+        cache_layer: Tensor,
+        batch: ForwardBatch,
+        plan: AttentionPlan,
+        clock: Clock,
+    ) -> Tensor:
+        """Adds `pending` (the last layer's output) to residual [T, D] in place, attends, adds, and
+        gives back the feed-forward output [T, D], which the caller's next norm adds."""
+        k, eps = self.kernels, self.config.rms_norm_eps
+        if pending is None:
+            x = k.rms_norm(residual, weights.input_norm, eps)
+        else:
+            x = k.add_rms_norm(residual, pending, weights.input_norm, eps)
+        with clock.part("attention"):
+            x = self._attention(x, weights.attention, cache_layer, batch, plan)
+        x = k.add_rms_norm(residual, x, weights.post_norm, eps)
+        if isinstance(weights.ffn, MlpWeights):
+            return k.mlp(x, weights.ffn.gate_up, weights.ffn.down)
+        return self._moe(x, weights.ffn, self._routing[weights.ffn.row], clock)
+
+
+def _report_other(clock: Clock, start: float) -> None:
+    if clock.observer is not None:
+        whole = time.perf_counter() - start
+        clock.observer.part("other", max(whole - clock.seconds, 0.0))
