@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Run the tests with the pytest in $1 (a folder of programs); further arguments go to pytest.
+# One thread a process: the suite runs many processes, and their figures are not what is tested.
+set -euo pipefail
+bin=${1:?usage: test.sh BIN [pytest arguments]}
+shift
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$bin/python" -m pytest -q "$@"
