@@ -1,0 +1,116 @@
+"""From a StepPlan to a ForwardBatch: index arithmetic in numpy over all rows at once.
+
+Knows: block tables, positions. Knows nothing of why a token was scheduled.
+
+Shape letters: T tokens, S sequences, B blocks a table row, O rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from models.interface import ForwardBatch
+from moeserve.scheduler import StepPlan
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of the logits whose next token is known: for prompt_logprobs of one sequence.
+
+    first: index among the logits rows; the tokens that come next at rows first, first + 1, ...
+    """
+
+    request_id: str
+    first: int
+    next_ids: list[int]
+    top: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """forward.logits_rows: the sampled sequences in plan order, then the rows of `prompt_rows`."""
+
+    forward: ForwardBatch
+    num_sampled: int
+    prompt_rows: tuple[PromptRows, ...]
+
+
+def build_batch(
+    plan: StepPlan,
+    tables: NDArray[np.int32],
+    block_size: int,
+    device: torch.device | None = None,
+) -> StepBatch:
+    """tables: `BlockTables.matrix`. An empty plan makes a batch of T = S = O = 0."""
+    token_ids: list[int] = []
+    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        if count == 1:
+            token_ids.append(sequence.tokens[start])
+        else:
+            token_ids += sequence.tokens[start : start + count]
+    total, num = plan.num_tokens, len(plan.sequences)
+    counts = np.array(plan.counts, np.int64)
+    starts = np.array(plan.starts, np.int64)
+    context = starts + counts
+    query_start = np.zeros(num + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    max_query = int(counts.max()) if num else 0
+    max_context = int(context.max()) if num else 0
+    rows = np.array(plan.rows, np.int64)
+    if max_query <= 1:  # decode only: row i is sequence i
+        positions, row_of = starts, rows
+    else:
+        shift = starts - query_start[:-1]
+        positions = np.arange(total) + np.repeat(shift, counts)
+        row_of = np.repeat(rows, counts)
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[row_of, blocks].astype(np.int64) * block_size + offsets
+    width = -(-max_context // block_size)
+    block_tables = tables[rows, :width]  # [S, B], a copy
+
+    last = query_start[1:].astype(np.int64) - 1
+    logits_rows = last[plan.sampled] if len(plan.sampled) < num else last
+    prompt_rows = _prompt_rows(plan, query_start, len(plan.sampled))
+    if prompt_rows:
+        extra = [np.arange(first, first + len(p.next_ids)) for p, first in prompt_rows]
+        logits_rows = np.concatenate([logits_rows, *extra])
+
+    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+        made = torch.from_numpy(array)
+        return made if device is None else made.to(device, non_blocking=True)
+
+    forward = ForwardBatch(
+        token_ids=tensor(np.array(token_ids, np.int64)),
+        positions=tensor(positions),
+        slot_mapping=tensor(slots),
+        query_start=tensor(query_start),
+        context_len=tensor(context.astype(np.int32)),
+        block_tables=tensor(block_tables),
+        logits_rows=tensor(logits_rows),
+        max_query_len=max_query,
+        max_context_len=max_context,
+    )
+    return StepBatch(forward, len(plan.sampled), tuple(p for p, _ in prompt_rows))
+
+
+def _prompt_rows(
+    plan: StepPlan, query_start: NDArray[np.int32], offset: int
+) -> list[tuple[PromptRows, int]]:
+    """With each, the first row of T. The rows of one sequence lie together."""
+    found: list[tuple[PromptRows, int]] = []
+    for i, sequence in enumerate(plan.sequences):
+        if not sequence.wants_prompt_logprobs:
+            continue
+        start, end = plan.starts[i], plan.starts[i] + plan.counts[i]
+        assert sequence.prompt_logprobs is not None and len(sequence.prompt_logprobs) == start + 1
+        next_ids = sequence.tokens[start + 1 : min(end, sequence.num_prompt_tokens - 1) + 1]
+        if next_ids:
+            top = sequence.sampling.prompt_logprobs or 0
+            rows = PromptRows(sequence.request_id, offset, next_ids, top)
+            found.append((rows, int(query_start[i])))
+            offset += len(next_ids)
+    return found

@@ -1,0 +1,91 @@
+"""How many KV blocks a rank gets, decided from numbers alone and explained in one line.
+
+Knows: bytes, tokens, limits. Asks the machine nothing: the caller says what is available.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO_SHARE = 0.5  # of the memory that is available when the weights lie in place
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """num_blocks of block_size tokens; max_model_len: longest sequence, prompt and output."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    bytes_per_token: int
+    reason: str  # how the size came about
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.bytes_per_token
+
+    def describe(self) -> str:
+        return (
+            f"KV cache: {self.num_blocks} blocks of {self.block_size} = {self.num_tokens} tokens, "
+            f"{self.num_bytes / 2**20:.1f} MiB ({self.bytes_per_token} bytes a token; "
+            f"{self.reason}); max_model_len={self.max_model_len}"
+        )
+
+
+class CacheTooSmall(ValueError):
+    """The cache cannot hold one sequence: names the setting, what it gives, what is needed."""
+
+
+def plan_cache(
+    *,
+    bytes_per_token: int,
+    block_size: int,
+    model_max_len: int,
+    max_model_len: int | None,
+    max_num_sequences: int,
+    kv_tokens: int | None = None,
+    kv_memory: int | None = None,
+    available_bytes: int = 0,
+    ranks_here: int = 1,
+) -> CachePlan:
+    """kv_tokens or kv_memory as given (both: the smaller), else a share of `available_bytes`.
+
+    Never more than max_num_sequences of max_model_len can use. max_model_len None: the model's,
+    or what the pool holds if that is less. Raises CacheTooSmall.
+    """
+    wanted = max_model_len if max_model_len is not None else model_max_len
+    most = max_num_sequences * -(-wanted // block_size)
+    given: list[tuple[int, str]] = []
+    if kv_tokens is not None:
+        given.append((kv_tokens // block_size, f"kv_tokens={kv_tokens}"))
+    if kv_memory is not None:
+        blocks = kv_memory // (bytes_per_token * block_size)
+        given.append((blocks, f"kv_memory={kv_memory}"))
+    if not given:
+        share = int(available_bytes * AUTO_SHARE) // max(ranks_here, 1)
+        blocks = share // (bytes_per_token * block_size)
+        given.append(
+            (
+                blocks,
+                f"auto: {AUTO_SHARE:.0%} of {available_bytes / 2**20:.0f} MiB available over "
+                f"{ranks_here} ranks here",
+            )
+        )
+        given.append((most, f"auto: all that {max_num_sequences} sequences of {wanted} can use"))
+    num_blocks, reason = min(given)
+    length = wanted
+    if max_model_len is None and num_blocks * block_size < wanted:
+        length = num_blocks * block_size
+        reason += f"; the model's {model_max_len} positions do not fit"
+    if num_blocks < -(-length // block_size) or length < 2:
+        raise CacheTooSmall(
+            f"{reason}: gives {num_blocks} blocks of {block_size} = {num_blocks * block_size} "
+            f"tokens, but one sequence of max_model_len={length} needs {max(length, 2)} tokens "
+            f"({-(-max(length, 2) // block_size) * block_size * bytes_per_token} bytes): give more "
+            f"--kv-tokens or --kv-memory, or a smaller --max-model-len"
+        )
+    return CachePlan(num_blocks, block_size, length, bytes_per_token, reason)

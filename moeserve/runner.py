@@ -1,0 +1,93 @@
+"""ModelRunner: a StepPlan's tensors through the model and the sampler -> StepResult.
+
+Also `StepRecorder`, the StepObserver that keeps expert load and times of parts.
+
+Knows: model, latent cache, sampler. Knows nothing of queues, peers or the wire. `forward` is
+collective on a group of ranks, `choose` is not: a failure in the latter touches only this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ep.load import LoadWindow
+from models.interface import CausalLM, PagedKVCache
+from moeserve import sampler
+from moeserve.batch import StepBatch, build_batch
+from moeserve.cache import BlockTables
+from moeserve.scheduler import StepPlan, StepResult
+
+
+@dataclass
+class StepRecorder:
+    """Expert picks of real tokens (an empty batch has none) and seconds by part of a step.
+
+    window: of the last steps, for balance; totals [L, E]: since start. enabled False: warm-up.
+    """
+
+    window: LoadWindow | None = None
+    enabled: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = (self.window.num_layers, self.window.num_experts) if self.window else (0, 0)
+        self.totals = np.zeros(shape, np.int64)
+
+    def expert_picks(self, layer: int, counts: Tensor) -> None:
+        if self.enabled and self.window is not None:
+            picks = counts.cpu().numpy()
+            self.window.add(layer, picks)
+            self.totals[layer] += picks
+
+    def part(self, name: str, seconds: float) -> None:
+        if self.enabled:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def end_step(self) -> None:
+        if self.enabled and self.window is not None:
+            self.window.roll()
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedKVCache,
+        tables: BlockTables,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self.model, self.cache, self.tables = model, cache, tables
+        self.recorder = recorder
+        device = cache.layers[0].device
+        self._device = None if device.type == "cpu" else device
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        return build_batch(plan, self.tables.matrix, self.cache.block_size, self._device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Tensor:
+        """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too."""
+        return self.model.forward(batch.forward, self.cache, self.recorder).logits
+
+    @torch.inference_mode()
+    def choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> StepResult:
+        """Next tokens of the sampled sequences and log-probabilities of prompt tokens."""
+        if not batch.forward.logits_rows.shape[0]:
+            return StepResult(token_ids=[])
+        prompt = {}
+        for rows in batch.prompt_rows:
+            part = logits[rows.first : rows.first + len(rows.next_ids)]
+            tops = [rows.top] * len(rows.next_ids)
+            prompt[rows.request_id] = sampler.token_logprobs(part, rows.next_ids, tops)
+        logits = logits[: batch.num_sampled]
+        broken = sampler.broken_rows(logits)
+        if broken:
+            logits = torch.index_fill(logits, 0, torch.tensor(broken, device=logits.device), 0.0)
+        members = [plan.sequences[i] for i in plan.sampled]
+        tokens, logprobs = sampler.sample(logits, members) if members else ([], {})
+        failed = {j: "the model's logits are not finite" for j in broken}
+        return StepResult(tokens, logprobs, prompt, failed)
