@@ -146,7 +146,7 @@ class CollectiveDispatcher:
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        flight = self._advance(handle, HandleState.SENT, HandleState.RECEIVED)
+        flight = self._expect(handle, HandleState.SENT)
         assert flight.work is not None and flight.arriving is not None and flight.own is not None
         flight.work.wait()
         # Rows from lower ranks, this rank's own, rows from higher ranks.
@@ -160,20 +160,25 @@ class CollectiveDispatcher:
         counts = torch.bincount(slots.reshape(-1) + 1, minlength=self.num_local_experts + 1)[1:]
         flight.slots = slots
         flight.sent = flight.arriving = flight.own = flight.work = None
+        flight.state = HandleState.RECEIVED
         return Received(Layout.ROUTED, x, slots, weights, counts)
 
     # -- and back --------------------------------------------------------------------------
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        flight = self._advance(handle, HandleState.RECEIVED, HandleState.RETURNED)
+        flight = self._expect(handle, HandleState.RECEIVED)
         slots, home = flight.slots, flight.home
         check_outputs(self.combine_form, slots, self.config.hidden_size, y, index)
         assert home is not None
         if self.combine_form is CombineForm.PAIRS:
+            send_counts = _pairs_by_source(slots, flight.row_counts)
             if index is not None:
                 flat = index.reshape(-1)
                 y = y.index_select(0, flat[flat >= 0])
-            send_counts = _pairs_by_source(slots, flight.row_counts)
+                if y.shape[0] != sum(send_counts):
+                    raise DispatchError(
+                        f"index: {y.shape[0]} valid pairs; must be {sum(send_counts)}, as received"
+                    )
         else:
             send_counts = flight.row_counts
         flight.y = y.to(self.config.dtype).contiguous()
@@ -189,11 +194,12 @@ class CollectiveDispatcher:
             group=self.group.device_group,
             async_op=True,
         )
+        flight.state = HandleState.RETURNED
         leaving = flight.y.shape[0] - send_counts[self.group.rank]
         self.stats.bytes_sent += leaving * self.config.hidden_size * self.config.dtype.itemsize
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        flight = self._advance(handle, HandleState.RETURNED, HandleState.SPENT)
+        flight = self._expect(handle, HandleState.RETURNED)
         assert flight.work is not None and flight.result is not None and flight.home is not None
         flight.work.wait()
         weights = flight.weights
@@ -201,6 +207,7 @@ class CollectiveDispatcher:
             weights = torch.ones(flight.home.shape, dtype=torch.float32, device=weights.device)
         total = self._combine(flight.result, flight.home, weights)
         flight.work = flight.y = flight.result = None
+        flight.state = HandleState.SPENT
         return total
 
     def close(self) -> None:
@@ -257,8 +264,8 @@ class CollectiveDispatcher:
         self.stats.rows_sent_to_rank = list(plan.row_counts)
         self.stats.bytes_sent += 8 * (size - 1) + leaving * self.row_format.row_bytes
 
-    def _advance(self, handle: Handle, before: HandleState, after: HandleState) -> _Flight:
-        flight: _Flight = TokenHandle.advance(handle, self, before, after)
+    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
+        flight: _Flight = TokenHandle.expect(handle, self, state)
         return flight
 
 

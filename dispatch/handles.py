@@ -37,13 +37,13 @@ class TokenHandle:
     index: Tensor | None = None
 
     @staticmethod
-    def advance(handle: Any, owner: object, before: HandleState, after: HandleState) -> Any:
-        """The handle, moved on from `before` to `after`; HandleError if it is elsewhere."""
+    def expect(handle: Any, owner: object, state: HandleState) -> Any:
+        """The handle, if it is one of `owner` in this state; else HandleError. The caller moves it
+        on once nothing can be refused any more."""
         if not isinstance(handle, TokenHandle) or handle.owner is not owner:
-            raise HandleError(f"{before.value}: the handle is not one that this dispatcher made")
-        if handle.state is not before:
-            raise HandleError(f"{before.value}: the handle's next call is {handle.state.value}")
-        handle.state = after
+            raise HandleError(f"{state.value}: the handle is not one that this dispatcher made")
+        if handle.state is not state:
+            raise HandleError(f"{state.value}: the handle's next call is {handle.state.value}")
         return handle
 
 

@@ -71,7 +71,8 @@ class LocalDispatcher:
         return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        handle = self._advance(handle, HandleState.SENT, HandleState.RECEIVED)
+        handle = self._expect(handle, HandleState.SENT)
+        handle.state = HandleState.RECEIVED
         flat = handle.slots.reshape(-1)
         counts = torch.bincount(flat + 1, minlength=self.config.num_physical_experts + 1)[1:]
         self.stats.calls += 1
@@ -80,13 +81,13 @@ class LocalDispatcher:
         return Received(Layout.ROUTED, handle.x, handle.slots, weights, counts)
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        handle = self._advance(handle, HandleState.RECEIVED, HandleState.RETURNED)
+        handle = self._expect(handle, HandleState.RECEIVED)
         check_outputs(self.combine_form, handle.slots, self.config.hidden_size, y, index)
-        handle.y, handle.index = y, index
+        handle.y, handle.index, handle.state = y, index, HandleState.RETURNED
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        handle = self._advance(handle, HandleState.RETURNED, HandleState.SPENT)
-        y, index = handle.y, handle.index
+        handle = self._expect(handle, HandleState.RETURNED)
+        y, index, handle.y, handle.state = handle.y, handle.index, None, HandleState.SPENT
         assert y is not None
         if self.combine_form is CombineForm.SUMMED:
             return y.to(torch.float32)
@@ -97,5 +98,5 @@ class LocalDispatcher:
     def close(self) -> None:
         self._closed = True
 
-    def _advance(self, handle: Handle, before: HandleState, after: HandleState) -> TokenHandle:
-        return TokenHandle.advance(handle, self, before, after)
+    def _expect(self, handle: Handle, state: HandleState) -> TokenHandle:
+        return TokenHandle.expect(handle, self, state)
