@@ -66,11 +66,13 @@ def write_random_checkpoint(
     fp8: str | None = None,
     num_shards: int = 1,
     tokenizer: bool = True,
+    bias_shift: float = 0.0,
 ) -> Path:
     """Write config.json, tensors (and a tokenizer) to the folder `out`; -> the folder.
 
     dtype: of all tensors that are not quantised (gate biases are F32). fp8: one of FP8_KINDS, or
-    None. num_shards > 1: an index, and each scale in another shard than its weight.
+    None. num_shards > 1: an index, and each scale in another shard than its weight. bias_shift is
+    added to every gate bias: below -1 makes all choice scores negative.
     """
     if fp8 is not None and fp8 not in FP8_KINDS:
         raise ValueError(f"fp8={fp8!r}: valid are None, {', '.join(FP8_KINDS)}")
@@ -86,7 +88,7 @@ def write_random_checkpoint(
     weights: list[_Entry] = []
     scales: list[_Entry] = []
     for item in expected_tensors(parsed).values():
-        _entries(item, parsed, seed, dtype, fp8, weights, scales)
+        _entries(item, _Recipe(parsed, seed, bias_shift), dtype, fp8, weights, scales)
     shards = _deal(weights, scales, num_shards)
     if num_shards == 1:
         _write_shard(folder / "model.safetensors", shards[0])
@@ -104,9 +106,16 @@ def write_random_checkpoint(
     return folder
 
 
-def random_tensor(item: Expected, config: DeepSeekConfig, seed: int) -> Tensor:
+@dataclass(frozen=True)
+class _Recipe:
+    config: DeepSeekConfig
+    seed: int
+    bias_shift: float
+
+
+def _random_tensor(item: Expected, recipe: _Recipe) -> Tensor:
     """fp32 values of one tensor. MTP's embedding and head are the main model's."""
-    name = item.name
+    name, config, seed = item.name, recipe.config, recipe.seed
     for layer in mtp_layers(config):
         p = layer_prefix(config, layer)
         name = {p + "embed_tokens.weight": embed_name(config),
@@ -114,7 +123,7 @@ def random_tensor(item: Expected, config: DeepSeekConfig, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
     value = torch.empty(item.shape).normal_(generator=generator)
     if name.endswith("e_score_correction_bias"):
-        return value * 0.3
+        return value * 0.3 + recipe.bias_shift
     if len(item.shape) == 1:
         return 1 + 0.1 * value
     if name == embed_name(config):
@@ -124,15 +133,14 @@ def random_tensor(item: Expected, config: DeepSeekConfig, seed: int) -> Tensor:
 
 def _entries(
     item: Expected,
-    config: DeepSeekConfig,
-    seed: int,
+    recipe: _Recipe,
     dtype: torch.dtype,
     fp8: str | None,
     weights: list[_Entry],
     scales: list[_Entry],
 ) -> None:
     def plain() -> Tensor:
-        return random_tensor(item, config, seed)
+        return _random_tensor(item, recipe)
 
     if fp8 is None or item.kind not in _QUANTISED:
         stored = torch.float32 if item.name.endswith("e_score_correction_bias") else dtype
