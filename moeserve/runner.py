@@ -89,5 +89,5 @@ class ModelRunner:
             logits = torch.index_fill(logits, 0, torch.tensor(broken, device=logits.device), 0.0)
         members = [plan.sequences[i] for i in plan.sampled]
         tokens, logprobs = sampler.sample(logits, members) if members else ([], {})
-        failed = {j: "the model's logits are not finite" for j in broken}
+        failed = dict.fromkeys(broken, "the model's logits are not finite")
         return StepResult(tokens, logprobs, prompt, failed)

@@ -100,8 +100,9 @@ def edit_logits(logits: Tensor, sequences: Seq[Sequence]) -> None:
             bias_ids += sampling.logit_bias.keys()
             bias += sampling.logit_bias.values()
         if sequence.num_output_tokens < sampling.min_tokens:
-            masked_rows += [j] * len(sequence.stop_ids)
-            masked_ids += sequence.stop_ids
+            inside = [i for i in sequence.stop_ids if 0 <= i < logits.shape[-1]]
+            masked_rows += [j] * len(inside)
+            masked_ids += inside
     if bias_ids:
         logits[bias_rows, bias_ids] += torch.tensor(bias, device=logits.device)
     if masked_ids:
@@ -341,7 +342,8 @@ def sample_slowly(logits: Tensor, sequence: Sequence) -> tuple[int, TokenLogprob
                 first_k += p[i]
             base = first_k if k < vocab else 1.0
             floor = float(torch.tensor(sampling.min_p) * torch.tensor(p[order[0]]))
-            kept, mass = [], 0.0
+            kept: list[int] = []
+            mass = 0.0
             for i in order[:k]:
                 if kept and (mass >= sampling.top_p * base or p[i] < floor):
                     break

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from moeserve.admission import check_request
 from moeserve.cache import BlockCache
 from moeserve.errors import InvalidRequest
 from moeserve.request import FinishReason, Request, TokenLogprob, TokenOutput
@@ -34,6 +35,7 @@ class ScheduleLimits:
     token_budget: int
     chunk_size: int | None
     max_model_len: int
+    vocab_size: int | None = None  # None: token ids are not checked
     eos_ids: frozenset[int] = frozenset()
     seed: int = 0
 
@@ -102,22 +104,12 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. InvalidRequest: it could never be served, whatever else runs."""
-        limit, prompt = self.limits.max_model_len, len(request.prompt_token_ids)
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id", request.request_id, "must not be in use already")
-        if prompt == 0:
-            raise InvalidRequest("prompt_token_ids", (), "must hold at least one token")
-        if request.sampling.max_tokens < 0:
-            raise InvalidRequest("max_tokens", request.sampling.max_tokens, "must be at least 0")
-        if prompt + min(request.sampling.max_tokens, 1) > limit:
-            raise InvalidRequest(
-                "prompt",
-                f"{prompt} tokens",
-                f"prompt and output share {limit} tokens (max_model_len), so a prompt may have at "
-                f"most {limit - 1}",
-            )
+        limits = self.limits
+        check_request(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         sequence = Sequence(
-            request, self._arrivals, limit, self.limits.eos_ids, engine_seed=self.limits.seed
+            request, self._arrivals, limits.max_model_len, limits.eos_ids, engine_seed=limits.seed
         )
         self._arrivals += 1
         self._by_id[request.request_id] = sequence

@@ -1,0 +1,69 @@
+"""What a request may ask of an engine: each refusal names field, value and what is valid.
+
+Pure: the same check runs in the front end (as HTTP 400) and on the rank (the last line of defence,
+since one bad id would break a step for everybody).
+"""
+
+from __future__ import annotations
+
+import math
+
+from moeserve.errors import InvalidRequest
+from moeserve.request import Request, SamplingParams
+
+
+def check_request(request: Request, *, max_model_len: int, vocab_size: int | None = None) -> None:
+    """Raise InvalidRequest if the request could never be served, whatever else runs."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if not prompt:
+        raise InvalidRequest("prompt", (), "must hold at least one token")
+    if len(prompt) + min(sampling.max_tokens, 1) > max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(prompt)} tokens",
+            f"prompt and output share {max_model_len} tokens (max_model_len), so a prompt may have "
+            f"at most {max_model_len - 1}",
+        )
+    if vocab_size is not None:
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequest("prompt", bad, f"token ids are 0..{vocab_size - 1}")
+        for token in sampling.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest("logit_bias", token, f"token ids are 0..{vocab_size - 1}")
+    check_sampling(sampling)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    s = sampling
+    checks: tuple[tuple[str, float | int | None, bool, str], ...] = (
+        ("temperature", s.temperature, s.temperature >= 0, "must be at least 0"),
+        ("top_k", s.top_k, s.top_k >= 0, "must be at least 0 (0: off)"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "must lie in (0, 1]"),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1, "must lie in [0, 1]"),
+        ("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0, "must be above 0"),
+        ("presence_penalty", s.presence_penalty, True, ""),
+        ("frequency_penalty", s.frequency_penalty, True, ""),
+        ("max_tokens", s.max_tokens, s.max_tokens >= 0, "must be at least 0"),
+        ("min_tokens", s.min_tokens, s.min_tokens >= 0, "must be at least 0"),
+        ("logprobs", s.logprobs, s.logprobs is None or s.logprobs >= 0, "must be at least 0"),
+        (
+            "prompt_logprobs",
+            s.prompt_logprobs,
+            s.prompt_logprobs is None or s.prompt_logprobs >= 0,
+            "must be at least 0",
+        ),
+    )
+    for name, value, fine, valid in checks:
+        if value is not None and not math.isfinite(value):
+            raise InvalidRequest(name, value, "must be a finite number")
+        if not fine:
+            raise InvalidRequest(name, value, valid)
+    if s.min_tokens > s.max_tokens:
+        raise InvalidRequest(
+            "min_tokens", s.min_tokens, f"must not exceed max_tokens={s.max_tokens}"
+        )
+    for bias in s.logit_bias.values():
+        if math.isnan(bias) or bias == math.inf:
+            raise InvalidRequest("logit_bias", bias, "must be a finite number or -inf")

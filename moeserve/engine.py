@@ -1,0 +1,228 @@
+"""Engine: one rank's serving loop body. `step()` is the whole story.
+
+    plan -> batch -> lockstep -> forward -> choose -> commit
+
+What fails where: before the forward or after it a failure touches this rank's requests only, or is
+said in the next vote, so that all ranks end at the same step. Inside the forward peers may wait in
+a collective: in a group of ranks the engine raises EngineFailed at once and the process must exit,
+which breaks the peers' collectives; alone it fails the step's requests and goes on.
+
+Knows: scheduler, lockstep, runner. Knows nothing of sockets, text or how it was put together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import psutil
+
+from ep.group import EPGroup
+from ep.load import balancedness
+from ep.placement import ExpertPlacement
+from moeserve.batch import StepBatch
+from moeserve.errors import EngineFailed, NotReady
+from moeserve.lockstep import Lockstep, Phase, Vote
+from moeserve.request import Request, TokenOutput
+from moeserve.runner import ModelRunner, StepRecorder
+from moeserve.scheduler import Scheduler, StepPlan
+from moeserve.wire import CacheEvents, RankStats
+
+MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
+
+
+class Engine:
+    """info: what Ready tells the front end. settings: hash of what shapes collectives."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        group: EPGroup,
+        recorder: StepRecorder | None = None,
+        placement: ExpertPlacement | None = None,
+        settings: int = 0,
+        info: dict[str, object] | None = None,
+    ) -> None:
+        self.runner, self.scheduler, self.group = runner, scheduler, group
+        self.lockstep = Lockstep(group)
+        self.recorder = recorder
+        self.placement = placement
+        self.info = info or {}
+        self.settings = settings
+        self.stopped = False  # all ranks agreed: no step follows
+        self.idle = True  # no rank had work in the last step
+        self.num_steps = 0
+        self.step_seconds_total = 0.0
+        self.step_seconds_last = 0.0
+        self._stop_asked = False
+        self._broken: str | None = None
+        self._failed_steps = 0
+        self._cleared = False
+        self._process = psutil.Process()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request for the next step. InvalidRequest, or NotReady while stopping."""
+        if self._stop_asked:
+            raise NotReady("the engine is stopping")
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; unknown ids (ended already) are no error."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def request_stop(self, drain: bool = True) -> None:
+        """Vote for stopping once this rank has no work; drain False: drop the work now."""
+        self._stop_asked = True
+        if not drain:
+            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.scheduler.abort(sequence.request_id)
+
+    def reset_prefix_cache(self) -> int:
+        """Drop all idle cached blocks -> how many."""
+        return self.scheduler.cache.tree.clear()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenOutput]:
+        """One step of all ranks. Outputs are this rank's. EngineFailed: no step can follow."""
+        plan, batch = self._prepare()
+        agreed = self.lockstep.agree(self._vote(plan))
+        self.stopped, self.idle = agreed.stop, not agreed.run
+        outputs = self._run(plan, batch) if agreed.run else []
+        return [*self.scheduler.take_outbox(), *outputs]
+
+    def _run(self, plan: StepPlan, batch: StepBatch) -> list[TokenOutput]:
+        start = time.perf_counter()
+        try:
+            logits = self.runner.forward(batch)
+        except Exception as error:  # whatever the model or the network raises
+            return self._forward_failed(plan, error)
+        try:
+            result = self.runner.choose(plan, batch, logits)
+        except Exception as error:  # not collective: only these requests are lost
+            self.scheduler.fail_plan(plan, f"sampling failed: {_line(error)}")
+            return []
+        outputs = self._commit(plan, result)
+        self._failed_steps = 0
+        self.num_steps += 1
+        self.step_seconds_last = time.perf_counter() - start
+        self.step_seconds_total += self.step_seconds_last
+        if self.recorder is not None:
+            self.recorder.end_step()
+        return outputs
+
+    def _prepare(self) -> tuple[StepPlan, StepBatch]:
+        """Before the vote, so that a broken invariant can still be said in it."""
+        if self._broken is None:
+            try:
+                plan = self.scheduler.schedule()
+                return plan, self.runner.build(plan)
+            except Exception as error:
+                self._broken = f"scheduling failed: {_line(error)}"
+        return StepPlan(), self.runner.build(StepPlan())
+
+    def _commit(self, plan: StepPlan, result: Any) -> list[TokenOutput]:
+        try:
+            return self.scheduler.commit(plan, result)
+        except Exception as error:  # said in the next vote
+            self._broken = f"commit failed: {_line(error)}"
+            return []
+
+    def _forward_failed(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
+        reason = f"the forward pass failed: {_line(error)}"
+        self._failed_steps += 1
+        if self.group.size > 1 or self._failed_steps >= MAX_FAILED_STEPS:
+            self.scheduler.fail_all(reason)
+            raise EngineFailed(reason) from error
+        self.scheduler.fail_plan(plan, reason)
+        return []
+
+    def _vote(self, plan: StepPlan) -> Vote:
+        if self._broken is not None and self.group.size == 1:
+            self.scheduler.fail_all(self._broken)
+            raise EngineFailed(self._broken)
+        return Vote(
+            has_work=plan.num_tokens > 0,
+            num_tokens=plan.num_tokens,
+            num_sequences=len(plan.sequences),
+            phase=(Phase.DECODE if plan.num_decodes else Phase.IDLE)
+            | (Phase.PREFILL if plan.num_prefill_tokens else Phase.IDLE),
+            wants_stop=self._stop_asked and not self.scheduler.has_work,
+            failed=self._broken is not None,
+            placement_generation=0 if self.placement is None else self.placement.generation,
+            settings=self.settings,
+        )
+
+    # -- what shows ----------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """Why this rank voted `failed`, if it did."""
+        return self._broken
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """Blocks that entered or left the prefix cache since the last call."""
+        added, removed = self.scheduler.cache.tree.take_changes()
+        if not added and not removed:
+            return None
+        return CacheEvents(rank=self.group.rank, added=added, removed=removed)
+
+    def stats(self, with_load: bool = True) -> RankStats:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        cache = scheduler.cache
+        load: tuple[int, ...] = ()
+        shape, balance = (0, 0), 0.0
+        if self.recorder is not None and self.recorder.window is not None:
+            window = self.recorder.window
+            shape = (window.num_layers, window.num_experts)
+            if self.placement is not None:
+                balance = float(balancedness(window.totals(), self.placement).mean())
+            if with_load:
+                load = tuple(self.recorder.totals.ravel().tolist())
+        dispatcher = getattr(self.runner.model, "dispatcher", None)
+        return RankStats(
+            rank=self.group.rank,
+            step=self.num_steps,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_used_blocks=cache.pool.num_used - cache.tree.num_idle,
+            num_cached_blocks=len(cache.tree),
+            num_free_blocks=cache.num_available,
+            num_wasted_slots=scheduler.num_wasted_slots,
+            prompt_tokens=counters.prompt_tokens,
+            computed_prompt_tokens=counters.computed_prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            output_tokens=counters.output_tokens,
+            preemptions=counters.preemptions,
+            finished=counters.finished,
+            aborted=counters.aborted,
+            step_seconds_total=self.step_seconds_total,
+            step_seconds_last=self.step_seconds_last,
+            lockstep_age=self.lockstep.age,
+            placement_generation=0 if self.placement is None else self.placement.generation,
+            expert_shape=shape,
+            expert_load=load,
+            rank_balance=balance,
+            dispatch_bytes=0 if dispatcher is None else dispatcher.stats.bytes_sent,
+            rss_bytes=self._process.memory_info().rss,
+        )
+
+    def close(self) -> None:
+        """Give the dispatcher's buffers back."""
+        close = getattr(self.runner.model, "close", None)
+        if close is not None:
+            close()
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
