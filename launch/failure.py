@@ -58,20 +58,25 @@ def is_lost_peer(error: BaseException) -> bool:
             return True
         if isinstance(chain, RuntimeError) and any(t in str(chain) for t in _PEER_TEXTS):
             return True
-        chain = chain.__cause__ or chain.__context__
+        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
     return False
 
 
 def is_typed(error: BaseException) -> bool:
-    """True for errors that say all in their message: ours, and the system's about files."""
+    """True for errors that say all in their message: ours, and the system's about files.
+
+    An error of ours that was made of a foreign one (a step that failed) does not say where.
+    """
+    if error.__cause__ is not None and not is_typed(error.__cause__):
+        return False
     return type(error).__module__.split(".")[0] in _OUR_PACKAGES or isinstance(error, OSError)
 
 
 def exit_code_of(error: BaseException) -> int:
-    if isinstance(error, MoeserveError):
-        return error.exit_code
     if is_lost_peer(error):
         return LOST_PEER
+    if isinstance(error, MoeserveError):
+        return error.exit_code
     return 2 if type(error).__name__ in ("ConfigError", "UnsupportedModel") else 1
 
 
@@ -88,15 +93,18 @@ def write(path: Path | None, error: BaseException) -> None:
 def read(rank: int, exit_code: int, data: object) -> Failure:
     """A failure from what the launcher collected (`error_file_data`; may hold nothing of ours)."""
     message = data.get("message") if isinstance(data, dict) else None
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
-        return Failure(rank, exit_code, f"killed by {name}{hint}", when=time.time())
-    if isinstance(message, dict):
+    if exit_code >= 0 and isinstance(message, dict):
         extra = message["extraInfo"]
         when = float(extra.get("when", extra["timestamp"]))
         return Failure(rank, exit_code, message["message"], extra["py_callstack"], when)
-    return Failure(rank, exit_code, f"ended with exit code {exit_code}", when=time.time())
+    return Failure(rank, exit_code, describe_exit(exit_code), when=time.time())
+
+
+def describe_exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-exit_code).name}{hint}"
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from launch.env import RankEnv, threads_per_rank
-from launch.failure import LOST_PEER, exit_code_of, is_lost_peer, is_typed, write
+from launch.failure import LOST_PEER, describe_exit, exit_code_of, is_lost_peer, is_typed, write
 from launch.front_end import FrontEndProcess
 from launch.signals import StopSignals, die_with_parent
 from moeserve.config import ServeConfig
@@ -38,10 +37,11 @@ def run(config: ServeConfig, env: RankEnv) -> None:
     """Be rank `env.rank` until the job stops. Returns, or ends the process with an exit code."""
     die_with_parent(env.supervisor)
     rank = _Rank(config, env)
-    try:
-        rank.run()
-    except BaseException as error:  # whatever it is, the peers must not wait for this rank
-        rank.fail(error)
+    with rank.stopping:
+        try:
+            rank.run()
+        except BaseException as error:  # whatever it is, the peers must not wait for this rank
+            rank.fail(error)
 
 
 class _Rank:
@@ -68,33 +68,23 @@ class _Rank:
         from moeserve.rank_loop import run_rank
 
         torch.set_num_threads(threads)
-        with ExitStack() as stack:
-            stack.enter_context(self.stopping)
-            self.job = job = stack.enter_context(open_job(env))
+        with open_job(env) as self.job:
             if env.rank == 0 and env.front_end is None:
-                try:
-                    self.front_end = FrontEndProcess(
-                        config, env.size, reachable_host(env), self._on_ready
-                    )
-                except MoeserveError:
-                    job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
-                    raise
-                print(f"HTTP on {self.front_end.url} (loading)", file=sys.stderr, flush=True)
-                Thread(target=self._watch_front_end, daemon=True).start()
-            address = env.front_end or job.share(
+                self._start_front_end(reachable_host(env))
+            address = env.front_end or self.job.share(
                 "front_end", self.front_end.address if self.front_end else None
             )
             if not address:
                 os._exit(LOST_PEER)
             if env.front_end is None:
                 self.stopping.drain = self.drain
-            run_rank(config, job.group, address)
-            if self.front_end is not None:
-                self.stopping.asked.set()
-                code = self.front_end.wait(FRONT_END_EXIT_SECONDS)
-                if code:
-                    raise MoeserveError(f"the front end ended with exit code {code}")
-                self.front_end.kill()
+            run_rank(config, self.job.group, address)
+        if self.front_end is not None:
+            self.stopping.asked.set()
+            code = self.front_end.wait(FRONT_END_EXIT_SECONDS)
+            if code:
+                raise MoeserveError(f"the front end died: {describe_exit(code)}")
+            self.front_end.kill()
 
     # ---- how it ends --------------------------------------------------------------------------
 
@@ -142,6 +132,16 @@ class _Rank:
 
     # ---- the front end, on rank 0 -------------------------------------------------------------
 
+    def _start_front_end(self, host: str) -> None:
+        assert self.job is not None
+        try:
+            self.front_end = FrontEndProcess(self.config, self.env.size, host, self._on_ready)
+        except MoeserveError:
+            self.job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
+            raise
+        print(f"HTTP on {self.front_end.url} (loading)", file=sys.stderr, flush=True)
+        Thread(target=self._watch_front_end, name="front-end-watch", daemon=True).start()
+
     def _on_ready(self, url: str) -> None:
         assert self.job is not None
         self.job.say(READY)
@@ -160,4 +160,4 @@ class _Rank:
         if not code or self.stopping.asked.is_set():
             return
         time.sleep(PEER_LOSS_SECONDS if code == RankDied.exit_code else 0)
-        self.fail(MoeserveError(f"the front end died with exit code {code}"))
+        self.fail(MoeserveError(f"the front end died: {describe_exit(code)}"))
