@@ -3,17 +3,6 @@
 from moeserve.cache.block_cache import BlockCache, Lease
 from moeserve.cache.block_pool import BlockPool
 from moeserve.cache.block_table import BlockTable, BlockTables
-from moeserve.cache.hashing import ROOT_HASH, block_hash, chain_hashes
 from moeserve.cache.prefix_tree import PrefixTree
 
-__all__ = [
-    "ROOT_HASH",
-    "BlockCache",
-    "BlockPool",
-    "BlockTable",
-    "BlockTables",
-    "Lease",
-    "PrefixTree",
-    "block_hash",
-    "chain_hashes",
-]
+__all__ = ["BlockCache", "BlockPool", "BlockTable", "BlockTables", "Lease", "PrefixTree"]

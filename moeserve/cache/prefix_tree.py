@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from moeserve.cache.block_hash import ROOT, block_hash
 from moeserve.cache.block_pool import BlockPool
-from moeserve.cache.hashing import ROOT_HASH, block_hash
 
 
 class Node:
@@ -30,7 +30,7 @@ class Node:
         self.parent, self.key, self.block, self.generation = parent, key, block, generation
         self.salt = salt
         self.children: dict[tuple[int, ...], Node] = {}
-        self.hash: int = ROOT_HASH if parent is None else block_hash(parent.hash, key, salt)
+        self.hash: int = ROOT if parent is None else block_hash(parent.hash, key, salt)
 
 
 class PrefixTree:

@@ -1,0 +1,187 @@
+"""build_engine: from settings and a process group to an Engine that is ready to step.
+
+Every start-up problem that can be known without weights is found first, on all ranks, and said in
+one ConfigError that is the same everywhere; only then are weights read. Choices made by "auto" are
+collected as notes, printed once by rank 0.
+
+Knows how the parts fit together. Knows nothing of sockets or of stepping.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from dispatch import create_dispatcher
+from dispatch.base import DispatchConfig, Dispatcher
+from ep.group import EPGroup
+from ep.load import LoadWindow
+from models.deepseek.load import load_model
+from moeserve.cache import BlockCache
+from moeserve.config import ServeConfig
+from moeserve.engine import Engine
+from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
+from moeserve.memory import CachePlan, CacheTooSmall
+from moeserve.runner import ModelRunner, StepRecorder
+from moeserve.scheduler import ScheduleLimits, Scheduler, StepPlan
+from moeserve.startup import StartUp, prepare, size_cache
+
+LOAD_WINDOW_STEPS = 256
+Progress = Callable[[str, int, int], None]  # (stage, done bytes, total bytes)
+
+
+def build_engine(
+    config: ServeConfig, group: EPGroup, progress: Progress = lambda stage, done, total: None
+) -> Engine:
+    """Load and connect everything. ConfigError: what is wrong with settings or checkpoint, all of
+    it, on every rank alike. Collective on `group`."""
+    progress("checks", 0, 0)
+    start = prepare(config, group)
+    with_mtp = start.with_mtp
+    model = load_model(
+        config.model.checkpoint,
+        dtype=start.dtype,
+        kernels=start.kernels.kernels,
+        group=group,
+        dispatcher_factory=_dispatcher_factory(config, group, start),
+        placement=start.placement,
+        deterministic=config.engine.deterministic,
+        progress=lambda done, total, rate: progress("weights", done, total),
+        with_mtp=with_mtp,
+        config=start.model,
+        max_tokens_per_rank=config.schedule.token_budget,
+    )
+    start.notes.extend(model.weights.notes)
+
+    progress("cache", 0, 0)
+    plan = _plan_cache(config, group, start, model.cache_spec.bytes_per_token())
+    start.notes.append(plan.describe())
+    pages = model.cache_spec.allocate(plan.num_blocks, plan.block_size, model.device)
+    cache = BlockCache(
+        plan.num_blocks,
+        plan.block_size,
+        config.schedule.max_num_sequences,
+        config.cache.prefix_cache,
+    )
+    recorder = StepRecorder(
+        LoadWindow(start.placement.num_layers, start.model.n_routed_experts, LOAD_WINDOW_STEPS)
+    )
+    runner = ModelRunner(model, pages, cache.tables, recorder)
+    limits = ScheduleLimits(
+        max_num_sequences=config.schedule.max_num_sequences,
+        token_budget=config.schedule.token_budget,
+        chunk_size=config.schedule.chunk_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=start.model.vocab_size,
+        eos_ids=frozenset(start.model.eos_token_ids),
+        seed=config.engine.seed,
+    )
+    engine = Engine(
+        runner,
+        Scheduler(cache, limits),
+        group,
+        recorder=recorder,
+        placement=start.placement,
+        settings=settings_hash(_collective_settings(config, start)),
+        info=_info(config, group, start, plan, model),
+    )
+    progress("warmup", 0, 0)
+    _warm_up(engine)
+    if group.rank == 0:
+        for note in start.notes:
+            print(note, file=sys.stderr, flush=True)
+    return engine
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def _dispatcher_factory(
+    config: ServeConfig, group: EPGroup, start: StartUp
+) -> Callable[[DispatchConfig], Dispatcher]:
+    def make(dispatch: DispatchConfig) -> Dispatcher:
+        choice = create_dispatcher(
+            config.parallel.dispatch,
+            group,
+            dispatch,
+            combine_pairs=start.kernels.kernels.combine_pairs,
+        )
+        names = gather_objects(group, choice.dispatcher.name)
+        assert len(set(names)) == 1, f"ranks chose different dispatchers: {names}"
+        start.notes.append(choice.describe())
+        return choice.dispatcher
+
+    return make
+
+
+def _plan_cache(
+    config: ServeConfig, group: EPGroup, start: StartUp, bytes_per_token: int
+) -> CachePlan:
+    """Each rank sizes its pool by its own machine; the longest sequence is agreed."""
+    gather_objects(group, None)  # all have their weights: what is available now is what is left
+    problems: list[str] = []
+    plan: CachePlan | None = None
+    try:
+        plan = size_cache(
+            config,
+            bytes_per_token,
+            start.model.max_position_embeddings,
+            psutil.virtual_memory().available,
+            group.ranks_per_node,
+        )
+    except CacheTooSmall as error:
+        problems.append(f"cache: {error}")
+    agree_on_problems(group, problems)
+    assert plan is not None
+    length = agree_min(group, plan.max_model_len)
+    return CachePlan(plan.num_blocks, plan.block_size, length, plan.bytes_per_token, plan.reason)
+
+
+def _warm_up(engine: Engine) -> None:
+    """One forward of no tokens through every layer and collective: what does not fit together
+    shows here and not at the first request."""
+    assert engine.recorder is not None
+    engine.recorder.enabled = False
+    engine.runner.forward(engine.runner.build(StepPlan()))
+    engine.recorder.enabled = True
+
+
+def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
+    return {
+        "ep": config.parallel.ep,
+        "deterministic": config.engine.deterministic,
+        "dispatch": config.parallel.dispatch,
+        "dtype": str(start.dtype),
+        "checkpoint": start.fingerprint,
+        "layers": start.placement.num_layers,
+    }
+
+
+def _info(
+    config: ServeConfig, group: EPGroup, start: StartUp, plan: CachePlan, model: Any
+) -> dict[str, object]:
+    memory = dict(model.memory_bytes()) | {"kv_cache": plan.num_bytes}
+    return {
+        "model_type": start.model.model_type,
+        "dtype": str(start.dtype).removeprefix("torch."),
+        "deterministic": config.engine.deterministic,
+        "kernels": start.kernels.reason,
+        "dispatcher": model.dispatcher.name,
+        "ranks": group.size,
+        "memory_bytes": memory,
+        "kv_tokens": plan.num_tokens,
+        "kv_plan": plan.describe(),
+        "placement": {
+            "generation": start.placement.generation,
+            "num_logical_experts": start.placement.num_logical_experts,
+            "num_physical_experts": start.placement.num_physical_experts,
+            "num_local_experts": start.placement.num_local_experts,
+            "num_layers": start.placement.num_layers,
+        },
+        "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,
+        "first_moe_layer": start.model.first_k_dense_replace,
+        "notes": list(start.notes),
+    }

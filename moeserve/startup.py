@@ -1,0 +1,253 @@
+"""prepare: every start-up problem that can be known without weights, found at once on all ranks.
+
+Knows: settings, the checkpoint's headers, what kernels and dispatchers say of this machine. Reads
+no weights, allocates nothing. What "auto" resolved to is collected in `StartUp.notes`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dispatch import probe_all
+from dispatch.base import DispatchConfig
+from ep.group import EPGroup
+from ep.placement import ExpertPlacement, PlacementError
+from models.deepseek.checkpoint import preflight
+from models.deepseek.config import DeepSeekConfig
+from models.deepseek.errors import CheckpointError, UnsupportedModel
+from models.deepseek.errors import ConfigError as ModelConfigError
+from models.deepseek.kernels.select import KernelChoice, create_kernels
+from moeserve.config import ServeConfig
+from moeserve.lockstep import agree_on, agree_on_problems
+from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
+_LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "engine.threads")
+
+
+@dataclass
+class StartUp:
+    """What the checks resolved: every "auto" has become a value here."""
+
+    model: DeepSeekConfig
+    dtype: torch.dtype
+    with_mtp: bool
+    placement: ExpertPlacement
+    kernels: KernelChoice
+    dispatch: DispatchConfig
+    fingerprint: str
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
+    """All checks that need no weights; ConfigError with every problem of every rank."""
+    problems: list[str] = []
+    start = _resolve(config, group, problems)
+    agree_on_problems(group, problems)
+    assert start is not None
+    agree_on(group, _shared_settings(config, start))
+    return start
+
+
+def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartUp | None:
+    if config.parallel.ep != group.size:
+        problems.append(
+            f"parallel.ep={config.parallel.ep}: this job has {group.size} ranks; start it with "
+            f"--ep {group.size} or as many processes as --ep says"
+        )
+    kernels = _kernels(config, problems)
+    folder = config.model.checkpoint
+    try:
+        model = DeepSeekConfig.from_hf(folder)
+    except ModelConfigError as error:
+        problems.extend(f"model.checkpoint={error.source}: {p}" for p in error.problems)
+        return None
+    except (UnsupportedModel, OSError, ValueError) as error:
+        problems.append(f"model.checkpoint={folder}: {error}")
+        return None
+    notes: list[str] = []
+    dtype = _dtype(config, model, folder, notes)
+    with_mtp = config.model.mtp and model.num_mtp_layers > 0
+    _check_lengths(config, model, dtype, with_mtp, problems)
+    placement = _placement(config, model, group, with_mtp, problems)
+    if placement is None or kernels is None:
+        return None
+    try:
+        preflight(folder, model, placement, group.rank, with_mtp=with_mtp)
+    except CheckpointError as error:
+        problems.extend(f"model.checkpoint={folder}: {p}" for p in error.problems)
+    dispatch = DispatchConfig(
+        hidden_size=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        num_physical_experts=placement.num_physical_experts,
+        max_tokens_per_rank=config.schedule.token_budget,
+        dtype=dtype,
+        deterministic=config.engine.deterministic,
+    )
+    _check_dispatch(config, group, dispatch, problems)
+    if problems:
+        return None
+    notes.append(kernels.reason)
+    fingerprint = checkpoint_fingerprint(folder)
+    return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)
+
+
+def _kernels(config: ServeConfig, problems: list[str]) -> KernelChoice | None:
+    try:
+        return create_kernels(config.model.kernels)
+    except Exception as error:  # a broken compiler may raise anything
+        problems.append(f"model.kernels={config.model.kernels!r}: {error}")
+        return None
+
+
+def _dtype(
+    config: ServeConfig, model: DeepSeekConfig, folder: Path, notes: list[str]
+) -> torch.dtype:
+    if config.model.dtype != "auto":
+        return _DTYPES[config.model.dtype]
+    source = json.loads((folder / "config.json").read_text())
+    source = source.get("text_config", source)
+    named = str(source.get("torch_dtype") or source.get("dtype") or "bfloat16")
+    full = model.quantization is None and named == "float32"
+    chosen = torch.float32 if full else torch.bfloat16
+    stored = "FP8 blocks" if model.quantization is not None else named
+    notes.append(f"dtype: {str(chosen).removeprefix('torch.')} (auto; the checkpoint has {stored})")
+    return chosen
+
+
+def _check_lengths(
+    config: ServeConfig,
+    model: DeepSeekConfig,
+    dtype: torch.dtype,
+    with_mtp: bool,
+    problems: list[str],
+) -> None:
+    most = model.max_position_embeddings
+    wanted = config.schedule.max_model_len
+    if wanted is not None and wanted > most:
+        problems.append(
+            f"schedule.max_model_len={wanted}: this model has {most} positions; at most {most}"
+        )
+        return
+    if config.cache.kv_tokens is None and config.cache.kv_memory is None:
+        return  # sized by what is available once the weights lie in place
+    layers = model.num_hidden_layers + (model.num_mtp_layers if with_mtp else 0)
+    try:
+        size_cache(config, layers * model.cache_width * dtype.itemsize, most, 0, 1)
+    except CacheTooSmall as error:
+        problems.append(f"cache: {error}")
+
+
+def _placement(
+    config: ServeConfig,
+    model: DeepSeekConfig,
+    group: EPGroup,
+    with_mtp: bool,
+    problems: list[str],
+) -> ExpertPlacement | None:
+    layers = model.num_placement_layers(with_mtp)
+    given = config.parallel.placement
+    redundant = config.parallel.redundant_experts
+    try:
+        if given is None:
+            return ExpertPlacement.trivial(
+                layers, model.n_routed_experts, config.parallel.ep, redundant
+            )
+        placement = ExpertPlacement.load(given)
+    except PlacementError as error:
+        name = "redundant_experts" if given is None else f"placement={given}"
+        problems.append(f"parallel.{name}: {error}")
+        return None
+    except OSError as error:
+        problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")
+        return None
+    for name, has, needs in (
+        ("layers", placement.num_layers, layers),
+        ("logical experts", placement.num_logical_experts, model.n_routed_experts),
+        ("ranks", placement.num_ranks, group.size),
+    ):
+        if has != needs:
+            problems.append(f"parallel.placement={given}: has {has} {name}, needs {needs}")
+    if redundant and redundant != placement.num_redundant_experts:
+        problems.append(
+            f"parallel.redundant_experts={redundant}: the given placement has "
+            f"{placement.num_redundant_experts}; leave the setting out"
+        )
+    return placement
+
+
+def _check_dispatch(
+    config: ServeConfig, group: EPGroup, dispatch: DispatchConfig, problems: list[str]
+) -> None:
+    probes = probe_all(group, dispatch)
+    name = config.parallel.dispatch
+    if name == "auto":
+        if not any(p.ok for p in probes.values()):
+            reasons = "; ".join(f"{n}: {p.reason}" for n, p in probes.items())
+            problems.append(f"parallel.dispatch='auto': no dispatcher can run here ({reasons})")
+    elif name not in probes:
+        problems.append(
+            f"parallel.dispatch={name!r}: unknown; valid are {', '.join(['auto', *probes])}"
+        )
+    elif not probes[name].ok:
+        problems.append(f"parallel.dispatch={name!r}: cannot run here: {probes[name].reason}")
+
+
+# -- agreements ---------------------------------------------------------------------------------
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """A hash of the config, the names and sizes of weight files and their headers: enough to see
+    that two hosts serve different checkpoints, without reading weights."""
+    digest = blake2b(digest_size=12)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(length, 1 << 26)))
+    return digest.hexdigest()
+
+
+def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
+    """What every rank must have alike: all but what belongs to one machine or to the front end."""
+    flat: dict[str, Any] = {}
+    for section, values in config.model_dump(mode="json", exclude={"server"}).items():
+        flat |= {f"{section}.{name}": value for name, value in values.items()}
+    for local in (
+        "model.checkpoint",
+        "model.chat_template",
+        "parallel.placement",
+        "engine.threads",
+    ):
+        flat.pop(local, None)
+    return flat | {
+        "checkpoint": start.fingerprint,
+        "placement": start.placement.fingerprint,
+        "kernels": start.kernels.kernels.name,
+        "dtype": str(start.dtype),
+        "torch": torch.__version__,
+    }
+
+
+def size_cache(
+    config: ServeConfig, bytes_per_token: int, model_len: int, available: int, ranks_here: int
+) -> CachePlan:
+    return plan_cache(
+        bytes_per_token=bytes_per_token,
+        block_size=config.cache.block_size,
+        model_max_len=model_len,
+        max_model_len=config.schedule.max_model_len,
+        max_num_sequences=config.schedule.max_num_sequences,
+        kv_tokens=config.cache.kv_tokens,
+        kv_memory=config.cache.kv_memory,
+        available_bytes=available,
+        ranks_here=ranks_here,
+    )
