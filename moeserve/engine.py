@@ -59,7 +59,6 @@ class Engine:
         self._stop_asked = False
         self._broken: str | None = None
         self._failed_steps = 0
-        self._cleared = False
         self._process = psutil.Process()
 
     # -- requests ------------------------------------------------------------------------------
