@@ -65,7 +65,9 @@ class ChatTemplate:
     ) -> str:
         """Prompt text. InvalidRequest where the template refuses what it is given."""
         if tools and not self.uses_tools:
-            raise InvalidRequest("tools", "...", "the chat template of this model knows no tools")
+            raise InvalidRequest(
+                "tools", f"[{len(tools)} tools]", "the chat template of this model knows no tools"
+            )
         template = self._tool_use if tools else self._default
         values: dict[str, Any] = {**self._special_tokens, **(variables or {})}
         values |= {
@@ -79,7 +81,9 @@ class ChatTemplate:
         except Exception as error:  # anything: it is the checkpoint's code on the user's data
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
-                "messages", "...", f"the chat template refuses them: {reason}"
+                "messages",
+                [x.get("role") for x in messages],
+                f"the model's chat template refuses messages with these roles: {reason}",
             ) from None
 
     def _adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -236,8 +236,7 @@ class EngineClient:
                 "n", len(requests), f"sequences of one call, at most max_queue={self.max_queue}"
             )
         if len(self._flights) + len(requests) > self.max_queue:
-            self.num_rejected += len(requests)
-            raise QueueFull(len(self._flights), self.max_queue, self._retry_after(len(requests)))
+            raise self.queue_full(len(requests))
         stream = OutputStream(self, requests)
         for request in requests:
             self._submit(request, stream)
@@ -319,6 +318,11 @@ class EngineClient:
                 num_cached_tokens=flight.num_cached_tokens,
             )
         )
+
+    def queue_full(self, wanted: int) -> QueueFull:
+        """The refusal of so many requests, with the time after which they may fit; counts them."""
+        self.num_rejected += wanted
+        return QueueFull(len(self._flights), self.max_queue, self._retry_after(wanted))
 
     def _retry_after(self, wanted: int) -> float:
         """Seconds until enough places are free, from the pace of the last finished requests."""

@@ -160,6 +160,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self.num_tokens = 0
+        self.num_characters = 0  # decoded so far, held back or not
 
     @property
     def stopped(self) -> str | None:
@@ -181,6 +182,7 @@ class Detokenizer:
         return text if self.stopped is not None else text + self._stop.flush()
 
     def _checked(self, text: str) -> str:
+        self.num_characters += len(text)
         if self.num_tokens < self._min_tokens:
             return text
         shown = self._stop.push(text)

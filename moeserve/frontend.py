@@ -6,33 +6,56 @@ The contract with whoever starts it (launch):
   its own. It needs no torch, joins no process group and reads nothing of the checkpoint but
   tokenizer and JSON files.
 - It first binds the HTTP port and the engine's ROUTER socket on tcp://H:<free port>, then calls
-  `announce("engine", "tcp://H:PORT")` and `announce("http", "http://HOST:PORT")`; each rank connects
-  a DEALER with identity `wire.rank_identity(rank)` to the former and sends Hello, Loading..., Ready.
-  When all are Ready: `announce("ready", "http://HOST:PORT")`. HTTP is served from the start; /health
-  says what is loading.
-- What is wrong with the settings (no tokenizer, port taken) raises ConfigError before any announce.
+  `announce("engine", "tcp://H:PORT")` and `announce("http", "http://HOST:PORT")`; each rank
+  connects a DEALER with identity `wire.rank_identity(rank)` to the former and sends Hello,
+  Loading..., Ready. When all are Ready: `announce("ready", "http://HOST:PORT")`. HTTP is served
+  from the start; /health says what is loading.
+- Wrong settings (no tokenizer, port taken) raise ConfigError before any announce.
 - SIGTERM or SIGINT drains: new requests get 503, running ones get `server.drain_seconds`, then Stop
-  goes to every rank and the function returns when all said Stopped (or after STOP_SECONDS). A second
-  signal cuts the draining short. It returns normally: exit code 0.
+  goes to every rank and the function returns when all said Stopped (or after STOP_SECONDS). A
+  second signal cuts the draining short. It returns normally: exit code 0.
 - A rank whose connection is lost, that says Fatal or whose host stays silent for
   `server.rank_timeout` ends the job: every running request ends with an error, the other ranks are
-  told to stop, RankDied (exit code 3, names the rank) is raised within about a second.
+  told to stop, `announce("failed", message)` is called and RankDied (exit code 3, names the rank)
+  is raised, all within about a second. A rank that dies before its Hello is launch's to notice.
 
 As a command, for a launcher that starts processes and not functions:
 
     python -m moeserve.frontend --config CONFIG.json --num-ranks N --bind-host H [--announce-fd FD]
 
-CONFIG.json is `ServeConfig.model_dump_json()`. Each announcement is one line of JSON on FD (default:
-stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...}; the exit code is as above.
+CONFIG.json is `ServeConfig.model_dump_json()`. Each announcement is one line of JSON on FD (default
+1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...}; exit codes are as above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import uvicorn
+
+from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError, MoeserveError, RankDied
+from moeserve.metrics import Metrics
+from moeserve.server.app import create_app
+from moeserve.server.service import Service
+
+log = logging.getLogger("moeserve.frontend")
 
 STOP_SECONDS = 10.0  # how long ranks may take to say Stopped
+_CLOSE_SECONDS = 2  # how long open connections may take to close after the last answer
+
+Announce = Callable[[str, str], None]
 
 
 def run_front_end(
@@ -40,7 +63,178 @@ def run_front_end(
     *,
     num_ranks: int,
     bind_host: str = "127.0.0.1",
-    announce: Callable[[str, str], None] = lambda what, value: None,
+    announce: Announce = lambda what, value: None,
 ) -> None:
     """Serve until a signal (returns) or the death of a rank (raises RankDied). See above."""
-    raise NotImplementedError
+    import uvloop
+
+    uvloop.run(_FrontEnd(config, num_ranks, bind_host, announce).run())
+
+
+class _FrontEnd:
+    """The process's life: start, serve, drain, end."""
+
+    def __init__(
+        self, config: ServeConfig, num_ranks: int, bind_host: str, announce: Announce
+    ) -> None:
+        self._config, self._num_ranks = config, num_ranks
+        self._bind_host, self._announce = bind_host, announce
+        self._ending = asyncio.Event()  # a signal came, or a rank died
+        self._hurry = asyncio.Event()  # a second signal came
+
+    async def run(self) -> None:
+        metrics = Metrics()
+        client = EngineClient(
+            self._num_ranks,
+            max_queue=self._config.server.max_queue,
+            rank_timeout=self._config.server.rank_timeout,
+            lockstep_timeout=self._config.engine.lockstep_timeout,
+            prefix_cache=self._config.cache.prefix_cache,
+            on_first_token=metrics.first_token,
+            on_finished=metrics.finished,
+            on_rank_died=self._on_rank_died,
+        )
+        try:
+            service = Service(self._config, client, metrics)
+            metrics.watch(client)
+            listener = listen(self._config.server.host, self._config.server.port)
+            with contextlib.closing(listener):
+                await self._serve(client, service, listener)
+        finally:
+            client.close()
+
+    async def _serve(self, client: EngineClient, service: Service, listener: socket.socket) -> None:
+        url = url_of(self._config.server.host, listener)
+        client.on_ready = lambda: self._announce("ready", url)
+        try:
+            address = client.bind(self._bind_host)
+        except OSError as error:  # zmq's errors are OSErrors too
+            raise ConfigError([f"bind_host={self._bind_host}: cannot be bound: {error}"]) from None
+        server = Server(
+            uvicorn.Config(
+                create_app(service),
+                loop="none",
+                http="httptools",
+                lifespan="off",
+                access_log=self._config.server.log_level == "debug",
+                log_level=self._config.server.log_level,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+                server_header=False,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, client)
+        client.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            self._announce("engine", address)
+            self._announce("http", url)
+            ending = asyncio.create_task(self._ending.wait())
+            await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if client.failed is None:
+                await self._drain(client)
+            else:
+                await client.stop(0)
+        finally:
+            server.should_exit = True
+            await serving
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        if client.failed is not None:
+            raise client.failed
+
+    async def _drain(self, client: EngineClient) -> None:
+        seconds = self._config.server.drain_seconds
+        if client.num_in_flight:
+            log.warning(
+                "stopping: %d requests may run on for up to %g s (a second signal cuts them off)",
+                client.num_in_flight,
+                seconds,
+            )
+        draining = asyncio.create_task(client.drain(seconds))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not draining.done():
+            draining.cancel()
+            client.cut("the server was stopped before this request had ended")
+        if client.failed is None and not await client.stop(STOP_SECONDS):
+            log.warning("not every rank said that it stopped within %g s", STOP_SECONDS)
+
+    def _on_signal(self, client: EngineClient) -> None:
+        if self._ending.is_set():
+            self._hurry.set()
+        client.draining = True  # from this moment on /health and new requests know
+        self._ending.set()
+
+    def _on_rank_died(self, error: RankDied) -> None:
+        log.error("%s", error)
+        self._announce("failed", str(error))
+        self._ending.set()
+        self._hurry.set()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would close connections that still stream."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The HTTP socket, bound before anything else so that a taken port is told at once."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError([f"server.host={host}, server.port={port}: {error.strerror}"]) from None
+    listener.listen(2048)
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    if ":" in shown and not shown.startswith("["):
+        shown = f"[{shown}]"
+    return f"http://{shown}:{port}"
+
+
+def main() -> int:
+    """The command described in the module; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moeserve.frontend")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("--bind-host", default="127.0.0.1")
+    parser.add_argument("--announce-fd", type=int, default=1)
+    options = parser.parse_args()
+    config = ServeConfig.model_validate_json(options.config.read_text())
+    logging.basicConfig(
+        level=config.server.log_level.upper(),
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+
+    def announce(what: str, value: str) -> None:
+        line = json.dumps({"what": what, "value": value}) + "\n"
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: not our end
+            os.write(options.announce_fd, line.encode())
+
+    try:
+        run_front_end(
+            config, num_ranks=options.num_ranks, bind_host=options.bind_host, announce=announce
+        )
+    except MoeserveError as error:
+        print(f"moeserve front end: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

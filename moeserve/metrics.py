@@ -1,0 +1,178 @@
+"""/metrics in Prometheus' text form: what the front end measured and what the ranks last reported.
+
+Series stay few whatever the model: labels are the rank, a kind of block or a finish reason, never a
+layer or an expert (those are in /v1/experts as JSON). Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from moeserve.client import EngineClient, Flight
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class Metrics:
+    """A registry of its own, so that two servers in one process do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"moeserve_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", _SECONDS
+        )
+        self.tpot = histogram(
+            "time_per_output_token_seconds",
+            "Mean time between tokens of a request, after its first",
+            _TOKEN_SECONDS,
+        )
+        self.e2e = histogram("request_seconds", "From arrival to the last token", _SECONDS)
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt length", _TOKENS)
+        self.output_length = histogram("request_output_tokens", "Output length", _TOKENS)
+        self.requests = Counter(
+            "moeserve_requests",
+            "Sequences that ended, by finish reason",
+            ["finish_reason"],
+            registry=self.registry,
+        )
+        self.http_errors = Counter(
+            "moeserve_http_errors", "Refused or failed calls", ["status"], registry=self.registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.requests.labels(reason)
+
+    def first_token(self, flight: Flight) -> None:
+        self.ttft.observe(max(0.0, time.time() - flight.request.arrival))
+
+    def finished(self, flight: Flight) -> None:
+        reason = flight.finish_reason
+        self.requests.labels(reason.value if reason is not None else "error").inc()
+        self.prompt_length.observe(len(flight.request.prompt_token_ids))
+        self.output_length.observe(flight.num_output_tokens)
+        if flight.first_token_at is None or flight.last_token_at is None:
+            return
+        self.e2e.observe(max(0.0, flight.last_token_at - flight.request.arrival))
+        if flight.num_output_tokens > 1:
+            span = flight.last_token_at - flight.first_token_at
+            self.tpot.observe(max(0.0, span) / (flight.num_output_tokens - 1))
+
+    def watch(self, client: EngineClient) -> None:
+        """Report this client's ranks from now on."""
+        self.registry.register(_FleetCollector(client))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _FleetCollector(Collector):
+    """Reads the client's state when asked; keeps none."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        client, fleet = self._client, self._client.fleet
+        now = time.monotonic()
+        plain = {
+            "ready": ("1 when requests are taken", fleet.all_ready and client.failed is None),
+            "requests_in_flight": ("Sequences waiting or running", client.num_in_flight),
+            "queue_limit": ("Most sequences in flight (max_queue)", client.max_queue),
+            "lockstep_stalled": (
+                "1 when no step has ended for lockstep_timeout",
+                fleet.stalled(now, client.lockstep_timeout) is not None,
+            ),
+            "expert_balance": (
+                "Most loaded over mean logical expert, mean of layers",
+                _balance(client),
+            ),
+        }
+        for name, (text, value) in plain.items():
+            yield GaugeMetricFamily(f"moeserve_{name}", text, value=float(value))
+        yield CounterMetricFamily(
+            "moeserve_requests_rejected", "Sequences refused by a full queue", client.num_rejected
+        )
+        states = [(str(x.rank), x) for x in fleet.ranks if x.stats is not None]
+        cached = sum(x.stats.cached_tokens for _, x in states if x.stats)
+        prompt = sum(x.stats.prompt_tokens for _, x in states if x.stats)
+        yield GaugeMetricFamily(
+            "moeserve_prefix_cache_hit_ratio",
+            "Share of prompt tokens found in the cache",
+            value=cached / prompt if prompt else 0.0,
+        )
+        blocks = GaugeMetricFamily(
+            "moeserve_kv_blocks", "KV blocks by state", labels=["rank", "state"]
+        )
+        for rank, state in states:
+            assert state.stats is not None
+            blocks.add_metric([rank, "used"], state.stats.num_used_blocks)
+            blocks.add_metric([rank, "cached"], state.stats.num_cached_blocks)
+            blocks.add_metric([rank, "free"], state.stats.num_free_blocks)
+        yield blocks
+        gauges = {
+            "queue_waiting": ("Sequences waiting on the rank", "num_waiting"),
+            "running": ("Sequences running on the rank", "num_running"),
+            "kv_wasted_slots": ("Unfilled slots in last blocks", "num_wasted_slots"),
+            "last_step_seconds": ("Duration of the last step", "step_seconds_last"),
+            "rank_expert_balance": ("Most loaded over mean rank, last window", "rank_balance"),
+            "placement_generation": ("Expert placement in use", "placement_generation"),
+            "resident_bytes": ("Resident memory of the rank", "rss_bytes"),
+        }
+        for name, (text, field) in gauges.items():
+            gauge = GaugeMetricFamily(f"moeserve_{name}", text, labels=["rank"])
+            for rank, state in states:
+                gauge.add_metric([rank], getattr(state.stats, field))
+            yield gauge
+        age = GaugeMetricFamily(
+            "moeserve_lockstep_age_seconds", "Since the rank's last step ended", labels=["rank"]
+        )
+        usage = GaugeMetricFamily(
+            "moeserve_kv_usage_ratio", "Share of KV blocks held by sequences", labels=["rank"]
+        )
+        for rank, state in states:
+            assert state.stats is not None
+            age.add_metric([rank], max(0.0, now - state.progress))
+            total = state.ready.num_blocks if state.ready is not None else 0
+            usage.add_metric([rank], state.stats.num_used_blocks / total if total else 0.0)
+        yield age
+        yield usage
+        counters = {
+            "steps": ("Steps", "step"),
+            "prompt_tokens": ("Prompt tokens taken", "prompt_tokens"),
+            "computed_prompt_tokens": ("Prompt tokens computed", "computed_prompt_tokens"),
+            "cached_tokens": ("Prompt tokens found in the prefix cache", "cached_tokens"),
+            "output_tokens": ("Tokens sampled", "output_tokens"),
+            "preemptions": ("Sequences put back to the queue", "preemptions"),
+            "finished": ("Sequences finished", "finished"),
+            "aborted": ("Sequences aborted", "aborted"),
+            "step_seconds": ("Time spent in steps", "step_seconds_total"),
+            "dispatch_bytes": ("Bytes sent to other ranks by dispatch", "dispatch_bytes"),
+        }
+        for name, (text, field) in counters.items():
+            counter = CounterMetricFamily(f"moeserve_{name}", text, labels=["rank"])
+            for rank, state in states:
+                counter.add_metric([rank], getattr(state.stats, field))
+            yield counter
+
+
+def _balance(client: EngineClient) -> float:
+    """Load of the busiest logical expert over the mean one, mean over layers; 0 before any load."""
+    rows = [row for row in client.fleet.expert_totals() if sum(row)]
+    if not rows:
+        return 0.0
+    return sum(max(row) * len(row) / sum(row) for row in rows) / len(rows)

@@ -1,0 +1,158 @@
+"""One choice of an answer as it grows: token outputs in, text deltas and log-probabilities out.
+
+Joins detokenizer, stop strings, the reasoning split and the held-back tail, the same for streams
+and for whole answers, so that a stream's pieces add up to the whole answer. Knows nothing of HTTP
+or of the shape of the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moeserve.detokenize import Detokenizer, TokenBytes
+from moeserve.reasoning import ReasoningSplitter
+from moeserve.request import FinishReason, SamplingParams, TokenLogprob, TokenOutput
+from moeserve.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # what -inf becomes: JSON has no infinity
+
+
+@dataclass(frozen=True)
+class TokenEntry:
+    """A token with its log-probability, and the offset of its text in the choice's text."""
+
+    token_id: int
+    offset: int
+    logprob: TokenLogprob | None
+
+
+@dataclass
+class Delta:
+    """What one or several outputs add to a choice. text excludes reasoning."""
+
+    text: str = ""
+    reasoning: str = ""
+    tokens: list[TokenEntry] = field(default_factory=list)  # those whose text is now shown
+    token_ids: list[int] = field(default_factory=list)  # as they came
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.reasoning or self.tokens or self.finish_reason)
+
+
+class Choice:
+    """State of one choice. `request_id` is its engine request; `index` its place in the answer."""
+
+    def __init__(
+        self,
+        index: int,
+        request_id: str,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        table: TokenBytes | None,
+        *,
+        skip_special_tokens: bool,
+        include_stop: bool,
+        reasoning: ReasoningSplitter | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.index, self.request_id = index, request_id
+        keep = frozenset[int]()
+        if reasoning is not None:  # where the tags are special tokens they must still be seen
+            tags = (tokenizer.fast.token_to_id(x) for x in ("<think>", "</think>"))
+            keep = frozenset(x for x in tags if x is not None)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            table,
+            stop=sampling.stop,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=skip_special_tokens,
+            include_stop=include_stop,
+            keep=keep,
+        )
+        self._include_stop = include_stop
+        self._wants_logprobs = sampling.logprobs is not None
+        self._max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
+        self._reasoning = reasoning
+        self._waiting: list[TokenEntry] = []
+        self._shown = 0  # characters of text shown, reasoning and its tags included
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, output: TokenOutput) -> Delta:
+        """Take an output. After a stop string the rest of it, and all later ones, are dropped; the
+        caller then aborts the engine's request."""
+        delta = Delta()
+        if self.finished:
+            return delta
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        last = len(output.token_ids) - 1
+        for position, token_id in enumerate(output.token_ids):
+            if self.num_tokens == self._max_tokens:
+                break  # max_tokens=0: the engine made one token only to score the prompt
+            self.num_tokens += 1
+            delta.token_ids.append(token_id)
+            if self._wants_logprobs:
+                logprob = output.logprobs[position] if position < len(output.logprobs) else None
+                self._waiting.append(
+                    TokenEntry(token_id, self._detokenizer.num_characters, logprob)
+                )
+            ends_it = output.stop_token_id is not None and position == last
+            if ends_it and not self._include_stop:
+                break  # an end token is counted, its text is not shown
+            self._show(delta, self._detokenizer.push(token_id))
+            if self._reasoning is not None and self._reasoning.reasoning:
+                self.num_reasoning_tokens += 1
+            if self._detokenizer.stopped is not None:
+                break
+        if self._detokenizer.stopped is None and output.finish_reason is not None:
+            self._show(delta, self._detokenizer.flush())
+        stopped = self._detokenizer.stopped is not None
+        if stopped or output.finish_reason is not None:
+            if self._reasoning is not None:
+                thought, text = self._reasoning.flush()
+                delta.reasoning += thought
+                delta.text += text
+            reason = FinishReason.STOP if stopped else output.finish_reason
+            assert reason is not None
+            self.finish_reason = delta.finish_reason = reason.value
+            delta.error = None if stopped else output.error
+        self._release(delta, everything=self.finished and not stopped)
+        return delta
+
+    def _show(self, delta: Delta, text: str) -> None:
+        if not text:
+            return
+        self._shown += len(text)
+        if self._reasoning is None:
+            delta.text += text
+        else:
+            thought, content = self._reasoning.push(text)
+            delta.reasoning += thought
+            delta.text += content
+
+    def _release(self, delta: Delta, *, everything: bool) -> None:
+        """Entries go out with their text; those cut off by a stop string never do."""
+        count = 0
+        while count < len(self._waiting) and (
+            everything or self._waiting[count].offset < self._shown
+        ):
+            count += 1
+        delta.tokens = self._waiting[:count]
+        self._waiting = self._waiting[count:]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,257 @@
+"""The routes, as a FastAPI application over a Service.
+
+Bodies are read raw and checked by `fields`, answers are written by the writers: FastAPI's own
+parsing would cost more than the rest of the way. Knows nothing of processes and signals.
+"""
+
+from __future__ import annotations
+
+import hmac
+import importlib.metadata
+import importlib.resources
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moeserve.errors import InvalidRequest, MoeserveError
+from moeserve.server import status
+from moeserve.server.chat_completions import ChatWriter
+from moeserve.server.completions import CompletionWriter
+from moeserve.server.errors import answer_for, error_answer
+from moeserve.server.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from moeserve.server.service import Job, Service
+from moeserve.server.sse import EventStream, JsonBytes, read_body, unless_client_leaves
+
+log = logging.getLogger("moeserve.server")
+
+Body = TypeVar("Body", bound=BaseModel)
+_GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug", "/reset_prefix_cache")
+
+
+class BodyTooLarge(MoeserveError):
+    """HTTP 413."""
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(title="moeserve", version=_version(), docs_url="/docs", redoc_url=None)
+    _add_error_answers(app, service)
+    _add_generation(app, service)
+    _add_text(app, service)
+    _add_status(app, service)
+    if service.config.server.api_key is not None:
+        app.add_middleware(_KeyCheck, key=service.config.server.api_key)
+    return app
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("moeserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"
+
+
+async def _body(service: Service, request: HttpRequest, kind: type[Body]) -> Body:
+    limit = service.config.server.max_body_bytes
+    raw = await read_body(request, limit)
+    if raw is None:
+        raise BodyTooLarge(f"the body is larger than max_body_bytes={limit}")
+    return parse(kind, raw)
+
+
+def _schema(kind: type[BaseModel]) -> dict[str, Any]:
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:  # OpenAPI would look for references in its own components
+        if isinstance(node, dict):
+            name = str(node.get("$ref", "")).rpartition("/")[2]
+            if name in definitions:
+                return inlined(definitions[name])
+            return {key: inlined(value) for key, value in node.items()}
+        return [inlined(x) for x in node] if isinstance(node, list) else node
+
+    schema = inlined(schema)
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def generate(
+        request: HttpRequest, job: Job, writer: ChatWriter | CompletionWriter, stream: bool
+    ) -> Response:
+        outputs = service.client.open(job.requests)
+        headers = {"x-request-id": job.id}
+        if stream:
+            return EventStream(writer.events(outputs), outputs.abort, headers)
+        answer = await unless_client_leaves(request, writer.answer(outputs))
+        if answer is None:
+            return Response(status_code=499)  # nobody is there to read it
+        return JsonBytes(answer, headers=headers)
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    async def completions(request: HttpRequest) -> Response:
+        body = await _body(service, request, CompletionBody)
+        service.check_model(body.model)
+        job = await service.completion_job(body)
+        return await generate(request, job, CompletionWriter(service, body, job), body.stream)
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: HttpRequest) -> Response:
+        body = await _body(service, request, ChatBody)
+        service.check_model(body.model)
+        job = await service.chat_job(body)
+        return await generate(request, job, ChatWriter(service, body, job), body.stream)
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    async def tokenize(request: HttpRequest) -> Response:
+        body = await _body(service, request, TokenizeBody)
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("prompt", body.prompt, "give either prompt or messages")
+        special = body.add_special_tokens
+        text = body.prompt
+        if text is None:
+            assert body.messages is not None
+            special = False
+            text = service.render(
+                body.messages,
+                body.tools or None,
+                body.add_generation_prompt,
+                body.chat_template_kwargs,
+            )
+        ids = await service.tokenizer.encode_async(text, add_special_tokens=special)
+        fleet = service.client.fleet
+        limit = fleet.max_model_len() if fleet.all_ready else None
+        return JsonBytes({"count": len(ids), "max_model_len": limit, "tokens": ids})
+
+    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    async def detokenize(request: HttpRequest) -> Response:
+        body = await _body(service, request, DetokenizeBody)
+        service.check_model(body.model)
+        if body.tokens:
+            service.check_ids("tokens", body.tokens)
+        text = service.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return JsonBytes({"prompt": text})
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonBytes({"object": "list", "data": [status.model_card(service)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JsonBytes(status.model_card(service))
+
+    @app.get("/health")
+    async def health() -> Response:
+        report = status.health(service)
+        return JsonBytes(report, status_code=200 if report["ready"] else 503)
+
+    @app.get("/health/ready")
+    async def ready() -> Response:
+        report = status.health(service)
+        answer = {x: report[x] for x in ("status", "ready", "reason")}
+        return JsonBytes(answer, status_code=200 if report["ready"] else 503)
+
+    @app.get("/health/live")
+    async def live() -> Response:
+        report = status.health(service)
+        answer = {x: report[x] for x in ("status", "live", "reason")}
+        return JsonBytes(answer, status_code=200 if report["live"] else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/experts")
+    async def experts() -> Response:
+        return JsonBytes(status.experts(service))
+
+    @app.get("/debug/state")
+    async def state() -> Response:
+        return JsonBytes(status.state(service))
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        service.client.check_ready()
+        service.client.reset_prefix_cache()
+        return JsonBytes({"reset": True})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonBytes({"version": _version()})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        file = importlib.resources.files("moeserve.server") / "page.html"
+        return HTMLResponse(file.read_text(encoding="utf-8"))
+
+
+def _add_error_answers(app: FastAPI, service: Service) -> None:
+    def counted(answer: Response) -> Response:
+        service.metrics.http_errors.labels(str(answer.status_code)).inc()
+        return answer
+
+    async def typed(request: HttpRequest, error: Exception) -> Response:
+        return counted(answer_for(error))
+
+    async def too_large(request: HttpRequest, error: Exception) -> Response:
+        # The rest of the body is not read, so the connection cannot be used again.
+        return counted(
+            error_answer(413, str(error), code="body_too_large", headers={"connection": "close"})
+        )
+
+    async def http(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        headers = dict(error.headers or {})
+        return counted(error_answer(error.status_code, message, headers=headers))
+
+    async def unexpected(request: HttpRequest, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return counted(answer_for(error))
+
+    handlers: dict[type[Exception], Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
+        MoeserveError: typed,
+        BodyTooLarge: too_large,
+        HTTPException: http,
+        RequestValidationError: unexpected,
+        Exception: unexpected,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+class _KeyCheck:
+    """Asks for the API key on all routes that generate or tell of requests; not on health."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._wanted = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                answer = error_answer(
+                    401,
+                    "a valid API key is needed: Authorization: Bearer KEY",
+                    "authentication_error",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

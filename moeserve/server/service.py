@@ -1,0 +1,270 @@
+"""What the routes share: settings, tokenizer, template, client, and bodies made into Requests.
+
+Here the checks live that need the model: known name, vocabulary, context length. Knows nothing of
+how an answer is written.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from moeserve.chat import ROLES, ChatTemplate, load_chat_template
+from moeserve.client import EngineClient
+from moeserve.config import ServeConfig
+from moeserve.detokenize import TokenBytes, token_bytes
+from moeserve.errors import InvalidRequest, MoeserveError
+from moeserve.metrics import Metrics
+from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
+from moeserve.request import Request, SamplingParams
+from moeserve.server.answer import Choice
+from moeserve.server.fields import INT64, ChatBody, CompletionBody, GenerationFields
+from moeserve.tokenizer import Tokenizer
+
+
+class UnknownModel(MoeserveError):
+    """HTTP 404: a model that is not served here."""
+
+
+class ContextTooLong(InvalidRequest):
+    """HTTP 400, code context_length_exceeded: names the length asked for and the limit."""
+
+    def __init__(self, field: str, num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        self.field, self.value, self.valid = field, num_prompt_tokens, f"at most {limit}"
+        total = num_prompt_tokens + max_tokens
+        text = (
+            f"this model's context is max_model_len={limit} tokens, but the prompt has "
+            f"{num_prompt_tokens} tokens and max_tokens={max_tokens} asks for more: {total} in all"
+        )
+        Exception.__init__(self, text)
+
+
+@dataclass
+class Job:
+    """A call made ready: its engine requests, the choices they fill, and the prompts' lengths.
+
+    Choices of prompt p are p * n ... p * n + n - 1.
+    """
+
+    id: str
+    created: int
+    requests: list[Request]
+    choices: list[Choice]
+    prompt_ids: list[list[int]]
+    prompt_texts: list[str | None]
+    n: int
+    by_request: dict[str, Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_request = {x.request_id: x for x in self.choices}
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage of the call so far: each prompt counts once, all choices' tokens count."""
+        prompt = sum(map(len, self.prompt_ids))
+        completion = sum(x.num_tokens for x in self.choices)
+        cached = sum(x.num_cached_tokens for x in self.choices[:: self.n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(x.num_reasoning_tokens for x in self.choices)
+            },
+        }
+
+
+class Service:
+    """One served model. ConfigError when the checkpoint's tokenizer files cannot be used."""
+
+    def __init__(self, config: ServeConfig, client: EngineClient, metrics: Metrics) -> None:
+        folder: Path = config.model.checkpoint
+        self.config, self.client, self.metrics = config, client, metrics
+        self.tokenizer = Tokenizer(folder)
+        self.table: TokenBytes | None = token_bytes(self.tokenizer)
+        self.template: ChatTemplate | None = load_chat_template(
+            folder, self.tokenizer, config.model.chat_template
+        )
+        self.model_name = config.model.served_name or folder.resolve().name
+        self.started = time.time()
+
+    # ---- checks ----------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise UnknownModel(f"model {name!r} does not exist; served here: {self.model_name!r}")
+
+    def check_room(self, count: int) -> None:
+        """Refuse before work is spent on tokenizing; `EngineClient.open` has the last say."""
+        self.client.check_ready()
+        if count <= self.client.max_queue < self.client.num_in_flight + count:
+            raise self.client.queue_full(count)
+
+    def check_ids(self, field: str, ids: list[int]) -> None:
+        """Token ids must name rows of the embedding."""
+        if not ids:
+            raise InvalidRequest(field, ids, "at least one token")
+        for value in (min(ids), max(ids)):
+            if not 0 <= value < self.tokenizer.vocab_size:
+                valid = f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
+                raise InvalidRequest(field, value, valid)
+
+    # ---- jobs ------------------------------------------------------------------------------
+
+    async def completion_job(self, body: CompletionBody) -> Job:
+        body.check()
+        prompts = body.prompts()
+        self.check_room(len(prompts) * body.n)
+        prompt_ids: list[list[int]] = []
+        texts: list[str | None] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids = await self.tokenizer.encode_async(prompt, add_special_tokens=True)
+                texts.append(prompt)
+            else:
+                ids = prompt
+                texts.append(None)
+            self.check_ids("prompt", ids)
+            prompt_ids.append(ids)
+        sampling = self.sampling(
+            body,
+            max_tokens=max(1, body.max_tokens),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        limit = self.client.fleet.max_model_len()
+        for ids in prompt_ids:
+            if len(ids) + sampling.max_tokens > limit:
+                raise ContextTooLong("prompt", len(ids), body.max_tokens, limit)
+        return self._job("cmpl-", body, prompt_ids, texts, sampling, None, body.max_tokens)
+
+    async def chat_job(self, body: ChatBody) -> Job:
+        body.check()
+        self.check_room(body.n)
+        variables = dict(body.chat_template_kwargs)
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        tools = None if body.tool_choice == "none" else body.tools or None
+        text = self.render(body.messages, tools, body.add_generation_prompt, variables)
+        ids = await self.tokenizer.encode_async(text, add_special_tokens=False)
+        self.check_ids("messages", ids)
+        limit = self.client.fleet.max_model_len()
+        asked = body.output_limit()
+        max_tokens = asked if asked is not None else max(1, limit - len(ids))
+        if len(ids) + max_tokens > limit:
+            raise ContextTooLong("messages", len(ids), max_tokens, limit)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = self.sampling(body, max_tokens=max_tokens, logprobs=top, prompt_logprobs=None)
+        opened: bool | None = None
+        if self.template is not None and self.template.uses_reasoning:
+            opened = prompt_opens_reasoning(text)
+        return self._job("chatcmpl-", body, [ids], [text], sampling, opened, max_tokens)
+
+    def render(
+        self,
+        messages: list[dict[str, object]],
+        tools: list[dict[str, object]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, object],
+    ) -> str:
+        """The prompt text of a conversation. InvalidRequest for unknown roles and parts."""
+        if self.template is None:
+            raise InvalidRequest(
+                "messages",
+                f"[{len(messages)} messages]",
+                "this checkpoint has no chat template (see --chat-template); use /v1/completions",
+            )
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role not in ROLES:
+                raise InvalidRequest(f"messages.{index}.role", role, f"one of {', '.join(ROLES)}")
+            if message.get("content") is None and role != "assistant":
+                raise InvalidRequest(f"messages.{index}.content", None, "a string or text parts")
+        return self.template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+
+    def sampling(
+        self,
+        body: GenerationFields,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        bias: dict[int, float] = {}
+        for key, value in body.logit_bias.items():
+            token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                valid = f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
+                raise InvalidRequest("logit_bias", key, valid)
+            bias[token_id] = float(value)
+        if body.stop_token_ids:
+            self.check_ids("stop_token_ids", body.stop_token_ids)
+        return SamplingParams(
+            temperature=float(body.temperature),
+            top_k=max(0, body.top_k),
+            top_p=float(body.top_p),
+            min_p=float(body.min_p),
+            repetition_penalty=float(body.repetition_penalty),
+            presence_penalty=float(body.presence_penalty),
+            frequency_penalty=float(body.frequency_penalty),
+            logit_bias=bias,
+            seed=None if body.seed is None else body.seed % INT64,
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            stop=body.stops(),
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _job(
+        self,
+        prefix: str,
+        body: GenerationFields,
+        prompt_ids: list[list[int]],
+        texts: list[str | None],
+        sampling: SamplingParams,
+        opened: bool | None,
+        max_tokens: int,
+    ) -> Job:
+        """opened: whether the prompt opens a reasoning part; None: reasoning is not split off."""
+        job_id = prefix + uuid.uuid4().hex
+        now = time.time()
+        requests: list[Request] = []
+        choices: list[Choice] = []
+        for ids in prompt_ids:
+            for number in range(body.n):
+                own = sampling
+                if number and sampling.seed is not None:  # else n equal choices would come
+                    own = replace(sampling, seed=(sampling.seed + number) % INT64)
+                request = Request(
+                    request_id=f"{job_id}-{len(requests)}",
+                    prompt_token_ids=tuple(ids),
+                    sampling=own,
+                    arrival=now,
+                    cache_salt=body.cache_salt,
+                )
+                choice = Choice(
+                    len(choices),
+                    request.request_id,
+                    own,
+                    self.tokenizer,
+                    self.table,
+                    skip_special_tokens=body.skip_special_tokens,
+                    include_stop=body.include_stop_str_in_output,
+                    reasoning=None if opened is None else ReasoningSplitter(opened=opened),
+                    max_tokens=max_tokens,
+                )
+                requests.append(request)
+                choices.append(choice)
+        return Job(job_id, int(now), requests, choices, prompt_ids, texts, body.n)
