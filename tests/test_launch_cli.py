@@ -1,0 +1,119 @@
+"""The command line as a process: exit codes, one line a problem, and a quick --help."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def moeserve(*arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT, stdin: str = ""):
+    return subprocess.run(
+        [sys.executable, "-m", "moeserve", *arguments],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | (env or {}),
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_help_names_all_commands_and_imports_nothing_heavy():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "moeserve", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    for command in ("serve", "generate", "chat", "bench", "version"):
+        assert command in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "fastapi", "pydantic", "zmq", "httpx", "tokenizers"}
+
+
+def test_every_command_has_help():
+    for command in ("serve", "generate", "chat", "bench"):
+        assert moeserve(command, "--help").returncode == 0
+
+
+def test_version():
+    done = moeserve("version")
+    assert done.returncode == 0 and "moeserve 0.1.0" in done.stdout and "torch 2." in done.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+def test_problems_are_lines_on_stderr_and_exit_code_2(command):
+    done = moeserve(command, "/gone", "--ep", "zero", "--dtype", "int3")
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3 and all(line.startswith("moeserve: ") for line in lines), lines
+    assert "'/gone': no such folder" in done.stderr and "parallel.ep='zero'" in done.stderr
+
+
+def test_unknown_flag_is_refused(folder):
+    done = moeserve("serve", str(folder), "--blok-size", "4")
+    assert done.returncode == 2 and "--blok-size" in done.stderr
+
+
+def test_server_flags_are_unknown_to_offline_commands(folder):
+    assert moeserve("generate", str(folder), "--port", "1").returncode == 2
+
+
+def test_taken_port_is_refused_before_anything_starts(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = moeserve("serve", str(folder), "--port", str(port))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and f"server.port={port}" in done.stderr
+
+
+def test_host_that_does_not_resolve(folder):
+    done = moeserve("serve", str(folder), "--host", "no-such-host.invalid")
+    assert done.returncode == 2 and "server.host='no-such-host.invalid'" in done.stderr
+
+
+def test_ep_must_equal_torchruns_world_size(folder):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    done = moeserve("serve", str(folder), "--ep", "4", env=place)
+    assert done.returncode == 2
+    assert "parallel.ep=4" in done.stderr and "WORLD_SIZE=2" in done.stderr
+
+
+def test_offline_commands_refuse_to_run_as_a_rank(folder):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    done = moeserve("generate", str(folder), "--prompt", "x", env=place)
+    assert done.returncode == 2 and "torchrun" in done.stderr
+
+
+def test_chat_without_a_server():
+    done = moeserve("chat", "http://127.0.0.1:9", stdin="hello\n")
+    assert done.returncode == 1 and "no server answers" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_package_is_named(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("")
+    (tmp_path / "ep.py").write_text("")
+    done = moeserve("version", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert str(tmp_path / "models" / "__init__.py") in done.stderr
+    assert str(tmp_path / "ep.py") in done.stderr

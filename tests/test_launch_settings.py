@@ -1,0 +1,118 @@
+"""Flags, TOML and ServeConfig: one table, every problem at once, nothing unused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.settings import FLAGS, OFFLINE, SERVING, Given, parse_size
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def resolve(folder: Path | None, toml: str = "", sections=SERVING, **flags) -> ServeConfig:
+    file = None
+    if toml and folder:
+        file = folder / "settings.toml"
+        file.write_text(toml)
+    return Given(folder, file, flags, sections).resolve()
+
+
+def problems(*args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*args, **kwargs)
+    return caught.value.problems
+
+
+def test_every_setting_has_exactly_one_flag():
+    settings = [
+        (section, field)
+        for section, info in ServeConfig.model_fields.items()
+        for field in info.annotation.model_fields
+        if field != "checkpoint"  # the argument
+    ]
+    assert sorted((f.section, f.field) for f in FLAGS) == sorted(settings)
+    assert len({f.field for f in FLAGS}) == len(FLAGS), "two flags of one name"
+
+
+def test_switches_are_the_boolean_settings():
+    for flag in FLAGS:
+        info = ServeConfig.model_fields[flag.section].annotation.model_fields[flag.field]
+        assert flag.switch == (info.annotation is bool), flag
+
+
+def test_flags_win_over_toml_over_defaults(folder):
+    config = resolve(folder, "[parallel]\nep = 2\nredundant_experts = 3\n", parallel={"ep": "4"})
+    assert (config.parallel.ep, config.parallel.redundant_experts) == (4, 3)
+    assert config.cache.block_size == 16
+    assert config.model.checkpoint == folder
+
+
+def test_checkpoint_may_stand_in_the_toml_file(folder):
+    file = folder / "s.toml"
+    file.write_text(f"[model]\ncheckpoint = {str(folder)!r}\n")
+    assert Given(None, file, {}, SERVING).resolve().model.checkpoint == folder
+
+
+def test_all_problems_come_at_once(folder):
+    found = problems(
+        folder,
+        "[cache]\nblok_size = 4\n[nonsense]\nx = 1\n",
+        parallel={"ep": "two"},
+        server={"port": "70000"},
+        model={"dtype": "int3"},
+    )
+    for part in ("cache.blok_size=4", "block_size", "nonsense", "parallel.ep='two'",
+                 "server.port='70000'", "model.dtype='int3'"):  # fmt: skip
+        assert any(part in line for line in found), (part, found)
+
+
+def test_bad_settings_and_missing_checkpoint_come_together(tmp_path):
+    found = problems(tmp_path / "gone", parallel={"ep": "0"})
+    assert any("parallel.ep='0'" in line for line in found)
+    assert any("no such folder" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "toml, part",
+    [("[cache", "not valid TOML"), ("cache = 3", "cache"), ("[server]\nport = 1", "[server]")],
+)
+def test_broken_or_unused_toml(folder, toml, part):
+    assert any(part in line for line in problems(folder, toml, sections=OFFLINE))
+
+
+def test_missing_toml_file(folder):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Given(folder, folder / "gone.toml", {}, SERVING).resolve()
+
+
+def test_settings_that_exclude_each_other(folder):
+    found = problems(folder, cache={"kv_memory": 1000, "kv_tokens": "10"})
+    assert any("not both" in line for line in found)
+
+
+@pytest.mark.parametrize("section, field", [("model", "chat_template"), ("parallel", "placement")])
+def test_files_named_by_settings_must_exist(folder, section, field):
+    found = problems(folder, **{section: {field: "/gone/file"}})
+    assert any(f"{section}.{field}='/gone/file'" in line for line in found)
+
+
+def test_checkpoint_without_config_json(tmp_path):
+    assert any("holds no config.json" in line for line in problems(tmp_path))
+    assert any("not given" in line for line in problems(None))
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("7", 7), ("2GiB", 2 << 30), ("1.5kb", 1500), ("3 MiB", 3 << 20), ("4g", 4 << 30), ("5B", 5),
+     ("3GiX", "3GiX"), ("much", "much"), ("", ""), ("inf", "inf"), ("1e400gib", "1e400gib")],
+)  # fmt: skip
+def test_sizes(text, size):
+    assert parse_size(text) == size
