@@ -105,14 +105,14 @@ def _parse(top: dict[str, Any], source: str, extra_eos: tuple[int, ...]) -> Deep
 
 
 def _parse_text(top: dict[str, Any], source: str, extra_eos: tuple[int, ...]) -> DeepSeekConfig:
-    model_type = str(top.get("model_type", ""))
+    model_type = str(top.get("model_type") or "")
     text, prefix, ignored = top, "", ()  # type: dict[str, Any], str, tuple[str, ...]
     if model_type == "kimi_k25":
         if not isinstance(top.get("text_config"), dict):
             raise ConfigError(source, ["kimi_k25 without a text_config object"])
         text = top["text_config"]
         prefix, ignored = "language_model.", ("vision_tower.", "mm_projector.")
-    inner = str(text.get("model_type", ""))
+    inner = str(text.get("model_type") or "")
     if inner not in _DEFAULTS:
         reason = _REFUSED.get(inner, "no such architecture is built" if inner else "no model_type")
         raise UnsupportedModel(inner or model_type, reason)

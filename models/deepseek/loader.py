@@ -49,6 +49,7 @@ class _Progress:
     def __init__(self, total: int, callback: Progress | None) -> None:
         self._total, self._callback = total, callback
         self._start, self._last = time.perf_counter(), 0.0
+        self._done = 0
         self._lock = Lock()
 
     def update(self, done: int, last: bool = False) -> None:
@@ -56,6 +57,7 @@ class _Progress:
             return
         now = time.perf_counter()
         with self._lock:
+            done = self._done = max(done, self._done)
             if last or now - self._last >= 0.1:
                 self._last = now
                 seconds = max(now - self._start, 1e-9)

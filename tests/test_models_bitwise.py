@@ -1,0 +1,114 @@
+"""Law 5 at the level of the model: chunks, company, block size, placement change no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dispatch.local import LocalDispatcher
+from ep.group import EPGroup
+from ep.placement import ExpertPlacement
+from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.select import create_kernels
+from models.deepseek.load import load_model
+from models.deepseek.model import DeepSeekModel
+from models.deepseek.random_checkpoint import write_random_checkpoint
+from models.deepseek.random_families import family_config
+from models.offline import OfflineRunner
+
+SINGLE = EPGroup.single()
+LENGTH = 70
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_random_checkpoint(
+            tmp_path_factory.mktemp(family), family_config(family), tokenizer=False
+        )
+        for family in ("v3", "v2-lite")
+    }
+
+
+@pytest.fixture(
+    params=[
+        (kernels, dtype, family)
+        for kernels in ("torch", "native")
+        for dtype in (torch.float32, torch.bfloat16)
+        for family in ("v3", "v2-lite")
+    ],
+    ids=lambda p: f"{p[0]}-{str(p[1])[6:]}-{p[2]}",
+)
+def load(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Any:
+    name, dtype, family = request.param
+    try:
+        kernels = create_kernels(name).kernels
+    except KernelsUnavailable as error:
+        pytest.skip(str(error).splitlines()[0])
+
+    def make(placement: ExpertPlacement | None = None) -> DeepSeekModel:
+        return load_model(
+            checkpoints[family],
+            dtype=dtype,
+            kernels=kernels,
+            group=SINGLE,
+            dispatcher_factory=lambda config: LocalDispatcher(SINGLE, config),
+            placement=placement,
+        )
+
+    return make
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 512, (count,), generator=generator).tolist()
+
+
+def chunked(runner: OfflineRunner, name: int, prompt: list[int], size: int) -> torch.Tensor:
+    parts = [prompt[i : i + size] for i in range(0, len(prompt), size)]
+    return torch.cat([runner.step({name: part}).logits[name] for part in parts])
+
+
+def test_chunks_blocks_company_and_placement(load: Any) -> None:
+    model, prompt = load(), tokens(LENGTH)
+    expected = OfflineRunner(model, num_blocks=8).step({0: prompt}).logits[0]
+    for size in (1, 3, 5, 64):
+        got = chunked(OfflineRunner(model, num_blocks=8), 0, prompt, size)
+        assert torch.equal(got, expected), f"chunks of {size}"
+    for block_size in (1, 4, 32):
+        runner = OfflineRunner(model, num_blocks=96, block_size=block_size, seed=block_size)
+        assert torch.equal(runner.step({0: prompt}).logits[0], expected), f"blocks of {block_size}"
+    for company in (1, 7, 39):
+        runner = OfflineRunner(model, num_blocks=64)
+        head = prompt[:50]
+        runner.step({0: head, **{s: tokens(1 + s % 5, s) for s in range(1, 1 + company)}})
+        others = {s: tokens(1, 100 + s) for s in range(1, 1 + company)}
+        got = runner.step({**others, 0: prompt[50:]}).logits[0]
+        assert torch.equal(got, expected[50:]), f"{company} others"
+    rows = model.config.num_placement_layers()
+    table = [[(5 * slot + row) % 16 for slot in range(24)] for row in range(rows)]
+    moved = load(ExpertPlacement.from_physical_to_logical(table, num_ranks=1))
+    assert torch.equal(OfflineRunner(moved, num_blocks=8).step({0: prompt}).logits[0], expected)
+
+
+def test_drafts_do_not_depend_on_chunks_or_company(load: Any) -> None:
+    model, prompt = load(), tokens(40)
+    if not model.num_mtp_layers:
+        pytest.skip("this family has no MTP layer")
+    following = [*prompt[1:], 3]
+    runner = OfflineRunner(model, num_blocks=32)
+    hidden = runner.step({0: prompt}).hidden[0]
+    expected = runner.draft({0: hidden}, {0: following}).logits[0]
+    runner = OfflineRunner(model, num_blocks=32, block_size=4)
+    out = runner.step({1: tokens(9, 1), 0: prompt, 2: tokens(3, 2)}).hidden
+    other = tokens(9, 3)
+    got = []
+    for begin in range(0, 40, 3):
+        end = min(begin + 3, 40)
+        chunk = {1: out[1][:1], 0: out[0][begin:end]} if begin < 9 else {0: out[0][begin:end]}
+        following_rows = {s: other[:1] if s else following[begin:end] for s in chunk}
+        got.append(runner.draft(chunk, following_rows).logits[0])
+    assert torch.equal(torch.cat(got), expected)
