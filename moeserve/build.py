@@ -38,7 +38,7 @@ def build_engine(
 ) -> Engine:
     """Load and connect everything. ConfigError: what is wrong with settings or checkpoint, all of
     it, on every rank alike. Collective on `group`."""
-    progress("checks", 0, 0)
+    progress("rendezvous", 0, 0)
     start = prepare(config, group)
     with_mtp = start.with_mtp
     model = load_model(
@@ -166,6 +166,7 @@ def _info(
     memory = dict(model.memory_bytes()) | {"kv_cache": plan.num_bytes}
     return {
         "model_type": start.model.model_type,
+        "vocab_size": start.model.vocab_size,
         "dtype": str(start.dtype).removeprefix("torch."),
         "deterministic": config.engine.deterministic,
         "kernels": start.kernels.reason,

@@ -1,0 +1,243 @@
+"""LLM: the offline API. Prompts in, finished texts out; on one rank in this process, on several as
+processes of their own.
+
+    with LLM("checkpoints/tiny", ep=2) as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(temperature=0)):
+            print(output.text)
+
+Knows: prompts, texts, stop strings, timing. What runs the requests is a backend (`llm_backends`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from moeserve.admission import check_request
+from moeserve.config import ServeConfig
+from moeserve.detokenize import Detokenizer, token_bytes
+from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.llm_backends import Backend, LocalBackend, RanksBackend
+from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
+from moeserve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class RequestOutput:
+    """One finished continuation. Times are seconds: first_token_seconds and total_seconds since the
+    request was handed in. stop_reason: the stop string or stop token id that ended it."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+class LLM:
+    """settings: any field of ServeConfig's sections by its own name (block_size=4, dtype="float32",
+    redundant_experts=3, ...). ConfigError lists what is wrong with them or with the checkpoint.
+
+    ep > 1 starts that many processes by `python -m moeserve serve`; `close` (or leaving the with
+    block) stops them. Not thread-safe.
+    """
+
+    def __init__(self, checkpoint: str | Path, *, ep: int = 1, **settings: Any) -> None:
+        self.config = config_from(checkpoint, ep, settings)
+        self._names = itertools.count()
+        self._no_tokenizer: ConfigError | None = None
+        self.tokenizer: Tokenizer | None = None
+        try:
+            self.tokenizer = Tokenizer(self.config.model.checkpoint)
+        except ConfigError as error:  # token ids can still be continued
+            self._no_tokenizer = error
+        self._table = None if self.tokenizer is None else token_bytes(self.tokenizer)
+        self._backend: Backend = LocalBackend(self.config) if ep == 1 else RanksBackend(self.config)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+    ) -> list[RequestOutput]:
+        """Continue prompts (texts or token ids; one or many) -> outputs in the same order.
+
+        sampling: for all, or one each. n continuations of each prompt stand next to each other;
+        with a seed, continuation i has seed + i. InvalidRequest names what cannot be served, before
+        anything runs. A single request that fails later has finish_reason "error".
+        """
+        listed = _as_list(prompts)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            each = [sampling or SamplingParams()] * len(listed)
+        else:
+            each = list(sampling)
+            if len(each) != len(listed):
+                raise InvalidRequest(
+                    "sampling", f"{len(each)} entries", f"one, or one a prompt ({len(listed)})"
+                )
+        if n < 1:
+            raise InvalidRequest("n", n, "must be at least 1")
+        runs = [
+            self._open(prompt, _numbered(params, i))
+            for prompt, params in zip(listed, each, strict=True)
+            for i in range(n)
+        ]
+        by_id = {run.request.request_id: run for run in runs}
+
+        def deliver(output: TokenOutput) -> bool:
+            return by_id[output.request_id].take(output)
+
+        self._backend.run([run.request for run in runs], deliver)
+        return [run.output for run in runs]
+
+    def stats(self) -> list[Any]:
+        """Latest RankStats of each rank (those heard from so far)."""
+        return self._backend.stats()
+
+    def info(self) -> list[dict[str, object]]:
+        """What each rank says of itself: memory by kind, kernels, dispatcher, placement."""
+        return self._backend.info()
+
+    def close(self) -> None:
+        """Stop the ranks and give memory back. Idempotent."""
+        self._backend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, prompt: Prompt, sampling: SamplingParams) -> _Run:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                assert self._no_tokenizer is not None
+                raise self._no_tokenizer
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            ids = list(prompt)
+        request = Request(
+            request_id=f"llm-{next(self._names)}",
+            prompt_token_ids=tuple(ids),
+            sampling=sampling,
+            arrival=time.time(),
+        )
+        check_request(
+            request,
+            max_model_len=self._backend.max_model_len,
+            vocab_size=self._backend.vocab_size,
+        )
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequest("stop", sampling.stop, "this checkpoint has no tokenizer")
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(
+                self.tokenizer, self._table, stop=sampling.stop, min_tokens=sampling.min_tokens
+            )
+        return _Run(request, RequestOutput(text, request.prompt_token_ids), detokenizer)
+
+
+class _Run:
+    """One request on its way: its text grows token by token, so that a stop string ends it."""
+
+    def __init__(
+        self, request: Request, output: RequestOutput, detokenizer: Detokenizer | None
+    ) -> None:
+        self.request, self.output, self._detokenizer = request, output, detokenizer
+        self._start = time.perf_counter()
+
+    def take(self, new: TokenOutput) -> bool:
+        """False: no more is wanted (a stop string was found); later outputs are ignored."""
+        out, now = self.output, time.perf_counter() - self._start
+        if out.finish_reason is not None:
+            return False
+        if new.prompt_logprobs is not None:
+            out.prompt_logprobs = new.prompt_logprobs
+        out.num_cached_tokens, out.num_preemptions = new.num_cached_tokens, new.num_preemptions
+        for i, token in enumerate(new.token_ids):
+            if not out.token_ids:
+                out.first_token_seconds = now
+            out.token_ids.append(token)
+            out.logprobs.extend(new.logprobs[i : i + 1])
+            if self._detokenizer is None:
+                continue
+            if token != new.stop_token_id:
+                out.text += self._detokenizer.push(token)
+            if self._detokenizer.stopped is not None:
+                return self._end(FinishReason.STOP, self._detokenizer.stopped, now)
+        if new.finish_reason is None:
+            return True
+        out.error = new.error
+        if self._detokenizer is not None:
+            out.text += self._detokenizer.flush()
+            if self._detokenizer.stopped is not None:
+                return self._end(FinishReason.STOP, self._detokenizer.stopped, now)
+        return self._end(new.finish_reason, new.stop_token_id, now)
+
+    def _end(self, reason: FinishReason, stop: str | int | None, now: float) -> bool:
+        self.output.finish_reason = reason
+        self.output.stop_reason = stop
+        self.output.total_seconds = now
+        return False
+
+
+def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> ServeConfig:
+    """ServeConfig from flat settings; a field's section is found by its name."""
+    homes: dict[str, str] = {}
+    for section, info in ServeConfig.model_fields.items():
+        if section == "server" or info.annotation is None:
+            continue
+        for name in info.annotation.model_fields:
+            homes[name] = section
+    unknown = sorted(settings.keys() - homes.keys())
+    if unknown:
+        known = ", ".join(sorted(homes.keys() - {"checkpoint", "ep"}))
+        raise ConfigError(
+            [f"{n}={settings[n]!r}: unknown setting; known: {known}" for n in unknown]
+        )
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"checkpoint": Path(checkpoint)},
+        "parallel": {"ep": ep},
+    }
+    for name, value in settings.items():
+        sections.setdefault(homes[name], {})[name] = value
+    return ServeConfig.load(None, sections)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(x, int) for x in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _numbered(sampling: SamplingParams, i: int) -> SamplingParams:
+    if i == 0 or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=sampling.seed + i)

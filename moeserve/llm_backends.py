@@ -1,0 +1,234 @@
+"""What runs an LLM's requests: an Engine in this process, or ranks behind the wire.
+
+A backend takes requests and delivers their outputs as they come; `deliver` answers False when no
+more is wanted of a request. Knows nothing of text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ep.group import EPGroup
+from moeserve.client import EngineClient
+from moeserve.config import ServeConfig
+from moeserve.errors import EngineFailed, MoeserveError
+from moeserve.request import Request, TokenOutput
+
+Deliver = Callable[[TokenOutput], bool]
+STOP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Backend(Protocol):
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    def run(self, requests: Sequence[Request], deliver: Deliver) -> None: ...
+
+    def stats(self) -> list[Any]: ...
+
+    def info(self) -> list[dict[str, object]]: ...
+
+    def close(self) -> None: ...
+
+
+class LocalBackend:
+    """One rank, stepped by the caller's thread."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        from moeserve.build import build_engine
+
+        self.engine = build_engine(config, EPGroup.single())
+        self._closed = False
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.scheduler.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.engine.scheduler.limits.vocab_size
+
+    def run(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        if self._closed:
+            raise EngineFailed("this LLM is closed")
+        engine = self.engine
+        try:
+            for request in requests:
+                engine.add_request(request)
+            while engine.has_work:
+                for output in engine.step():
+                    if not deliver(output) and output.finish_reason is None:
+                        engine.abort([output.request_id])
+        finally:  # interrupted: leave nothing behind for the next call
+            engine.abort([request.request_id for request in requests])
+            engine.scheduler.take_outbox()
+
+    def stats(self) -> list[Any]:
+        return [self.engine.stats()]
+
+    def info(self) -> list[dict[str, object]]:
+        return [self.engine.info]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+
+class RanksBackend:
+    """ep ranks as processes of `python -m moeserve serve`, which connect to our own socket."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._client: EngineClient | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="moeserve-")
+        try:
+            self._runner.run(self._start(config))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, config: ServeConfig) -> None:
+        self._client = client = EngineClient(
+            config.parallel.ep,
+            max_queue=1 << 31,  # offline: the ranks queue what they cannot run yet
+            rank_timeout=config.server.rank_timeout,
+            prefix_cache=config.cache.prefix_cache,
+        )
+        address = client.bind()
+        client.start()
+        settings = Path(self._folder.name) / "settings.toml"
+        settings.write_text(to_toml(config))
+        command = [sys.executable, "-m", "moeserve", "serve", "--config", str(settings)]
+        self._process = subprocess.Popen(
+            [*command, "--frontend", address],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
+            env=_environment(),
+            preexec_fn=_die_with_parent,
+        )
+        ready = asyncio.ensure_future(client.wait_ready())
+        while not ready.done():
+            await asyncio.wait([ready], timeout=0.1)
+            code = self._process.poll()
+            if code is not None and not ready.done():
+                ready.cancel()
+                with contextlib.suppress(asyncio.CancelledError, MoeserveError):
+                    await ready
+                said = [r.lost for r in client.fleet.ranks if r.lost]
+                raise EngineFailed(
+                    f"the ranks ended with exit code {code} while starting"
+                    + (f": {said[0]}" if said else " (their messages are on stderr)")
+                )
+        ready.result()
+
+    @property
+    def max_model_len(self) -> int:
+        assert self._client is not None
+        return min(r.ready.max_model_len for r in self._client.fleet.ranks if r.ready)
+
+    @property
+    def vocab_size(self) -> int | None:
+        assert self._client is not None
+        ready = self._client.fleet.ranks[0].ready
+        size = ready.info.get("vocab_size") if ready else None
+        return size if isinstance(size, int) else None
+
+    def run(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        if self._client is None:
+            raise EngineFailed("this LLM is closed")
+        self._runner.run(self._serve(requests, deliver))
+
+    async def _serve(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        assert self._client is not None
+        if not requests:
+            return
+        stream = self._client.open(requests)
+        try:
+            while outputs := await stream.get():
+                for output in outputs:
+                    if not deliver(output) and output.finish_reason is None:
+                        stream.abort(output.request_id)
+        finally:
+            stream.abort()
+        if self._client.failed is not None:
+            raise self._client.failed
+
+    def stats(self) -> list[Any]:
+        assert self._client is not None
+        self._runner.run(asyncio.sleep(0))
+        return [r.stats for r in self._client.fleet.ranks if r.stats is not None]
+
+    def info(self) -> list[dict[str, object]]:
+        assert self._client is not None
+        return [r.ready.info for r in self._client.fleet.ranks if r.ready is not None]
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        process, self._process = self._process, None
+        if client is not None:
+            if process is not None and process.poll() is None and client.fleet.all_ready:
+                self._runner.run(client.stop(STOP_SECONDS))
+            # Without Ready the ranks listen to nobody: the launcher ends them.
+            elif process is not None and process.poll() is None:
+                process.terminate()
+        if process is not None:
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if client is not None:
+            self._runner.run(_close(client))
+        self._runner.close()
+        self._folder.cleanup()
+
+
+async def _close(client: EngineClient) -> None:
+    client.close()
+
+
+def to_toml(config: ServeConfig) -> str:
+    """Settings that are not defaults, as the file that `--config` reads."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json", exclude_unset=True).items():
+        lines.append(f"[{section}]")
+        # JSON's strings, numbers, true and false are TOML's as well.
+        lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if v is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the place these packages were imported from on the path."""
+    root = str(Path(__file__).resolve().parent.parent)
+    old = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": root if not old else root + os.pathsep + old}
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
