@@ -23,7 +23,7 @@ from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady
-from moeserve.lockstep import Lockstep, Phase, Vote
+from moeserve.lockstep import Lockstep, PeerFailed, Phase, Vote
 from moeserve.request import Request, TokenOutput
 from moeserve.runner import ModelRunner, StepRecorder
 from moeserve.scheduler import Scheduler, StepPlan
@@ -94,7 +94,10 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """One step of all ranks. Outputs are this rank's. EngineFailed: no step can follow."""
         plan, batch = self._prepare()
-        agreed = self.lockstep.agree(self._vote(plan))
+        try:
+            agreed = self.lockstep.agree(self._vote(plan))
+        except PeerFailed as error:
+            raise (error if self._broken is None else EngineFailed(self._broken)) from None
         self.stopped, self.idle = agreed.stop, not agreed.run
         outputs = self._run(plan, batch) if agreed.run else []
         return [*self.scheduler.take_outbox(), *outputs]
@@ -146,9 +149,6 @@ class Engine:
         return []
 
     def _vote(self, plan: StepPlan) -> Vote:
-        if self._broken is not None and self.group.size == 1:
-            self.scheduler.fail_all(self._broken)
-            raise EngineFailed(self._broken)
         return Vote(
             has_work=plan.num_tokens > 0,
             num_tokens=plan.num_tokens,

@@ -134,7 +134,7 @@ class Scheduler:
 
     def fail_plan(self, plan: StepPlan, reason: str) -> None:
         """End the sequences of a plan whose results are lost; the others go on."""
-        assert plan is self._in_flight
+        assert plan is self._in_flight or not plan.sequences
         self._in_flight = None
         for sequence in plan.sequences:
             self._drop(sequence, *_end(sequence, reason))
@@ -203,13 +203,16 @@ class Scheduler:
             budget -= count
 
         self._requeue(preempted)
-        plan = self._in_flight = _plan(draft, preempted)
+        plan = _plan(draft, preempted)
+        self._in_flight = plan if plan.sequences else None  # an empty one need not be committed
         assert plan.num_tokens <= self.limits.token_budget
         assert plan.num_tokens > 0 or not self.has_work, "work, but nothing scheduled"
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Count what was computed, share full blocks, append tokens, end what has ended."""
+        if not plan.sequences:
+            return []
         assert plan is self._in_flight, "commit of another plan than the last scheduled"
         self._in_flight = None
         counters, size = self.counters, self.cache.block_size
