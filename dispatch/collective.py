@@ -4,14 +4,18 @@ Knows: process groups, split sizes, what is in flight. Knows nothing of what exp
 over gloo on CPUs; with NCCL the same calls carry device tensors.
 
 The collectives of a layer are the same on every rank whatever its work: counts (int64 [R]),
-payload, combine. A rank that refuses its arguments says so in the counts (-1), so that all ranks
-stop at the same place instead of waiting for one another.
+payload, combine. Where all ranks agreed on a bound of tokens for the step and blocks padded to it
+are small (`eager_bytes`: decode), the counts travel within the payload: two collectives, not three.
+A rank that refuses its arguments says so in place of its counts (-1), so that all ranks stop at the
+same layer instead of waiting for one another.
 
 Bytes sent to other ranks in a layer, S rows leaving this rank, N rows that came from others, with
 Q valid pairs among them, w bytes a value:
 
     counts 8 * (R - 1)  +  payload S * row_bytes  +  combine N * D * w (SUMMED) or Q * D * w (PAIRS)
     row_bytes = pad4(D * w) + 4 * K + pad4(2 * K)      (pad4: up to a multiple of 4)
+
+and with the bound B, counts and payload together are (R - 1) * (B + 1) * row_bytes.
 
 Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent, N rows received,
 Q valid pairs.
@@ -39,10 +43,11 @@ from dispatch.base import (
 )
 from dispatch.combine import CombinePairs
 from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
-from dispatch.wire import RowFormat, SendPlan
+from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan
 from ep.group import EPGroup
 
-_REFUSED = -1  # in place of a row count: this rank refuses its arguments
+# About what a loopback or a fast network carries in the time of one more collective.
+_EAGER_BYTES = 256 * 1024
 
 
 @dataclass(eq=False)
@@ -52,6 +57,7 @@ class _Flight(TokenHandle):
     plan: SendPlan | None = None
     sent: Tensor | None = None  # uint8 [S', row_bytes], own rows left out
     arriving: Tensor | None = None  # uint8 [N', row_bytes]
+    blocks: PaddedBlocks | None = None  # set where sent and arriving are padded blocks
     work: dist.Work | None = None
     own: tuple[Tensor, Tensor, Tensor] | None = None  # x, weights, local slots that stay here
     row_counts: list[int] = field(default_factory=list)  # [R] rows received from each rank
@@ -61,7 +67,8 @@ class _Flight(TokenHandle):
 
 
 class CollectiveDispatcher:
-    """combine_pairs: `Kernels.combine_pairs`; None means plain torch."""
+    """combine_pairs: `Kernels.combine_pairs`; None means plain torch. eager_bytes: the largest
+    padded payload of a rank (the same number on every rank; 0: always exchange counts first)."""
 
     name = "torch"
 
@@ -72,6 +79,7 @@ class CollectiveDispatcher:
         *,
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
+        eager_bytes: int = _EAGER_BYTES,
     ) -> None:
         answer = self.probe(group, config)
         if not answer.ok:
@@ -86,6 +94,8 @@ class CollectiveDispatcher:
         )
         self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         self._combine = combine_pairs or combine.combine_pairs
+        self._eager_bytes = eager_bytes
+        self._bound: int | None = None
         self._closed = False
 
     @staticmethod
@@ -119,43 +129,55 @@ class CollectiveDispatcher:
 
     # -- there -----------------------------------------------------------------------------
 
+    def set_step_bound(self, max_tokens: int | None) -> None:
+        self._bound = max_tokens
+
     def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'torch' is closed")
-        refusal: DispatchError | None = None
+        blocks = self._padded_blocks()
         try:
             check_inputs(self.config, x, slots, weights)
             check_slots(self.config, slots)
-        except DispatchError as error:
-            refusal = error
-        if refusal is not None:
-            self._exchange_counts([_REFUSED] * self.group.size, x.device)
-            raise refusal
+            if blocks is not None and x.shape[0] > blocks.bound:
+                raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {blocks.bound}")
+        except DispatchError:
+            self._refuse(blocks, x.device)
+            raise
         plan = SendPlan.make(slots, self.group.size, self.num_local_experts)
-        row_counts = self._exchange_counts(plan.row_counts, x.device)
-        refused = [rank for rank, count in enumerate(row_counts) if count == _REFUSED]
-        if refused:
-            raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
-        flight = _Flight(self, x, slots, weights, plan=plan, row_counts=row_counts)
-        self._send_payload(flight, plan)
+        flight = _Flight(self, x, slots, weights, plan=plan, blocks=blocks)
+        if blocks is None:
+            flight.row_counts = self._exchange_counts(plan.row_counts, x.device)
+            _stop_if_refused(flight.row_counts)
+            self._send_exact(flight, plan)
+        else:
+            self._send_padded(flight, plan, blocks)
+        # While the payload travels: where its results will come home.
         if self.combine_form is CombineForm.PAIRS:
             flight.home, flight.home_counts = plan.home_pairs()
         else:
             flight.home, flight.home_counts = plan.home_rows(self.config.top_k), plan.row_counts
-        self._count(plan, row_counts)
+        self.stats.calls += 1
+        self.stats.rows_sent_to_rank = list(plan.row_counts)
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
         flight = self._expect(handle, HandleState.SENT)
-        assert flight.work is not None and flight.arriving is not None and flight.own is not None
+        assert flight.work is not None and flight.arriving is not None
         flight.work.wait()
-        # Rows from lower ranks, this rank's own, rows from higher ranks.
-        first = sum(flight.row_counts[: self.group.rank])
-        parts = self.row_format.split(flight.arriving)
-        x, weights, slots = (
-            torch.cat([part[:first], own.to(part.dtype), part[first:]])
-            for part, own in zip(parts, flight.own, strict=True)
-        )
+        if flight.blocks is not None:
+            flight.row_counts = flight.blocks.counts(flight.arriving)
+            _stop_if_refused(flight.row_counts)
+            x, weights, slots = flight.blocks.unpack(flight.arriving, flight.row_counts)
+        else:
+            assert flight.own is not None
+            # Rows from lower ranks, this rank's own, rows from higher ranks.
+            first = sum(flight.row_counts[: self.group.rank])
+            parts = self.row_format.split(flight.arriving)
+            x, weights, slots = (
+                torch.cat([part[:first], own.to(part.dtype), part[first:]])
+                for part, own in zip(parts, flight.own, strict=True)
+            )
         slots = slots.to(torch.int32)
         counts = torch.bincount(slots.reshape(-1) + 1, minlength=self.num_local_experts + 1)[1:]
         flight.slots = slots
@@ -222,11 +244,40 @@ class CollectiveDispatcher:
         received: list[int] = receive.tolist()
         return received
 
-    def _send_payload(self, flight: _Flight, plan: SendPlan) -> None:
-        """Pack the rows that leave, start their all-to-all, keep this rank's own aside."""
-        me, form = self.group.rank, self.row_format
+    def _padded_blocks(self) -> PaddedBlocks | None:
+        """Decided by what all ranks know alike: bound, sizes, configuration."""
+        if self._bound is None:
+            return None
+        blocks = PaddedBlocks(self.row_format, self.group.size, self._bound)
+        return blocks if blocks.nbytes <= self._eager_bytes else None
+
+    def _refuse(self, blocks: PaddedBlocks | None, device: torch.device) -> None:
+        """Take part in the layer's first collective, to tell every rank that this one stops."""
+        if blocks is None:
+            self._exchange_counts([REFUSED] * self.group.size, device)
+            return
+        buffer = blocks.refuse(device)
+        dist.all_to_all_single(torch.empty_like(buffer), buffer, group=self.group.device_group)
+
+    def _rows_to_send(self, flight: _Flight, plan: SendPlan) -> tuple[Tensor, Tensor]:
+        """weights fp32, local slots int32, [S, K] each, as their destinations shall see them."""
         local = plan.local_slots(flight.slots, self.num_local_experts)
         weights = torch.where(local >= 0, flight.weights.index_select(0, plan.tokens), 0.0)
+        return weights, local
+
+    def _send_padded(self, flight: _Flight, plan: SendPlan, blocks: PaddedBlocks) -> None:
+        weights, local = self._rows_to_send(flight, plan)
+        flight.sent = blocks.pack(plan, flight.x, weights, local)
+        flight.arriving = torch.empty_like(flight.sent)
+        flight.work = dist.all_to_all_single(
+            flight.arriving, flight.sent, group=self.group.device_group, async_op=True
+        )
+        self.stats.bytes_sent += blocks.nbytes // self.group.size * (self.group.size - 1)
+
+    def _send_exact(self, flight: _Flight, plan: SendPlan) -> None:
+        """Pack the rows that leave, start their all-to-all, keep this rank's own aside."""
+        me, form = self.group.rank, self.row_format
+        weights, local = self._rows_to_send(flight, plan)
         first = sum(plan.row_counts[:me])
         last = first + plan.row_counts[me]
         flight.own = (
@@ -238,13 +289,12 @@ class CollectiveDispatcher:
         receive_counts = _without(flight.row_counts, me)
         shape = (sum(send_counts), form.row_bytes)
         sent = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
-        for part, value in zip(form.split(sent), (flight.x, weights, local), strict=True):
-            if value is flight.x:
-                torch.index_select(value, 0, plan.tokens[:first], out=part[:first])
-                torch.index_select(value, 0, plan.tokens[last:], out=part[first:])
-            else:
-                part[:first] = value[:first]
-                part[first:] = value[last:]
+        x_part, *other_parts = form.split(sent)
+        torch.index_select(flight.x, 0, plan.tokens[:first], out=x_part[:first])
+        torch.index_select(flight.x, 0, plan.tokens[last:], out=x_part[first:])
+        for part, value in zip(other_parts, (weights, local), strict=True):
+            part[:first] = value[:first]
+            part[first:] = value[last:]
         shape = (sum(receive_counts), form.row_bytes)
         flight.sent = sent
         flight.arriving = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
@@ -256,13 +306,8 @@ class CollectiveDispatcher:
             group=self.group.device_group,
             async_op=True,
         )
-
-    def _count(self, plan: SendPlan, row_counts: list[int]) -> None:
-        size, me = self.group.size, self.group.rank
-        leaving = sum(plan.row_counts) - plan.row_counts[me]
-        self.stats.calls += 1
-        self.stats.rows_sent_to_rank = list(plan.row_counts)
-        self.stats.bytes_sent += 8 * (size - 1) + leaving * self.row_format.row_bytes
+        size = self.group.size
+        self.stats.bytes_sent += 8 * (size - 1) + sum(send_counts) * form.row_bytes
 
     def _expect(self, handle: Handle, state: HandleState) -> _Flight:
         flight: _Flight = TokenHandle.expect(handle, self, state)
@@ -276,6 +321,12 @@ def _pairs_by_source(slots: Tensor, row_counts: list[int]) -> list[int]:
     ends = torch.tensor([0, *row_counts], device=slots.device).cumsum(0)
     pairs: list[int] = before[ends].diff().tolist()
     return pairs
+
+
+def _stop_if_refused(row_counts: list[int]) -> None:
+    refused = [rank for rank, count in enumerate(row_counts) if count == REFUSED]
+    if refused:
+        raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
 
 
 def _without(counts: list[int], rank: int) -> list[int]:

@@ -64,6 +64,9 @@ class LocalDispatcher:
     def plan(group: Any, config: DispatchConfig) -> int:
         return 0
 
+    def set_step_bound(self, max_tokens: int | None) -> None:
+        """Nothing travels, so nothing is gained by knowing."""
+
     def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'local' is closed")

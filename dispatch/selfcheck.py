@@ -128,13 +128,18 @@ def expected(case: CheckCase, form: CombineForm) -> tuple[list[Received], list[T
 
 
 def differences(
-    dispatcher: Dispatcher, case: CheckCase, rank: int, tolerance: float = 0.0
+    dispatcher: Dispatcher,
+    case: CheckCase,
+    rank: int,
+    tolerance: float = 0.0,
+    wanted: tuple[list[Received], list[Tensor]] | None = None,
 ) -> list[str]:
     """Run one layer and say what differs from the twin (nothing: all is well). Collective.
 
-    tolerance: allowed absolute difference of what comes home; 0 means bit by bit.
+    tolerance: allowed absolute difference of what comes home; 0 means bit by bit. wanted: what
+    `expected` gave, where it is known already.
     """
-    want_received, want_home = expected(case, dispatcher.combine_form)
+    want_received, want_home = wanted or expected(case, dispatcher.combine_form)
     received, home = run_case(dispatcher, case, rank)
     found = []
     want = want_received[rank]

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+REFUSED = -1  # in place of a row count: that rank refuses its arguments
+
 
 @dataclass(frozen=True)
 class RowFormat:
     """A row is D hidden values, K fp32 weights, K local slots (int16; int32 from 32768 slots up),
-    padded to 4 bytes so that each part of each row is aligned."""
+    padded to 4 bytes so that each part of each row is aligned; so a row has 8 bytes or more."""
 
     hidden_size: int
     top_k: int
@@ -105,3 +107,68 @@ class SendPlan:
         index = torch.empty_like(order)
         index.scatter_(0, order, torch.arange(-masked, len(order) - masked, device=order.device))
         return index.clamp_(min=-1).view(self.destination.shape), counts[1:]
+
+
+@dataclass(frozen=True)
+class PaddedBlocks:
+    """Rows in blocks of equal size, one block a rank, so that no counts need travel first.
+
+    A block is a header row (its first int32: how many rows follow, or REFUSED) and `bound` rows.
+    """
+
+    form: RowFormat
+    num_ranks: int
+    bound: int
+
+    @property
+    def block_rows(self) -> int:
+        return self.bound + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, this rank's own among them."""
+        return self.num_ranks * self.block_rows * self.form.row_bytes
+
+    def empty(self, device: torch.device) -> Tensor:
+        shape = (self.num_ranks * self.block_rows, self.form.row_bytes)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def refuse(self, device: torch.device) -> Tensor:
+        buffer = self.empty(device)
+        self._headers(buffer).fill_(REFUSED)
+        return buffer
+
+    def pack(self, plan: SendPlan, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+        """x [T, D]; weights, slots [S, K] of the sent rows -> the buffer."""
+        buffer = self.empty(x.device)
+        counts = torch.tensor(plan.row_counts, device=x.device)
+        self._headers(buffer).copy_(counts)
+        at = self._rows(counts)
+        x_part, weight_part, slot_part = self.form.split(buffer)
+        x_part[at] = x.index_select(0, plan.tokens)
+        weight_part[at] = weights
+        slot_part[at] = slots.to(self.form.slot_dtype)
+        return buffer
+
+    def counts(self, buffer: Tensor) -> list[int]:
+        """[R] rows in each block, or REFUSED."""
+        counts: list[int] = self._headers(buffer).tolist()
+        return counts
+
+    def unpack(self, buffer: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, D], weights [N, K], slots [N, K] of the rows that are there."""
+        at = self._rows(torch.tensor(counts, device=buffer.device))
+        x, weights, slots = (part.index_select(0, at) for part in self.form.split(buffer))
+        return x, weights, slots
+
+    def _headers(self, buffer: Tensor) -> Tensor:
+        """View [R] int32 of the headers."""
+        return buffer.view(torch.int32)[:: self.block_rows, 0]
+
+    def _rows(self, counts: Tensor) -> Tensor:
+        """counts [R] -> [sum] int64: where the rows of all blocks lie in the buffer."""
+        ranks = torch.arange(self.num_ranks, device=counts.device)
+        # A row's number, plus how far its block's first row lies beyond the rows before it.
+        shift = ranks * self.block_rows + 1 - (counts.cumsum(0) - counts)
+        shifts = shift.repeat_interleave(counts)
+        return shifts + torch.arange(shifts.shape[0], device=counts.device)

@@ -20,7 +20,6 @@ from dispatch.base import (
     DispatchConfig,
     DispatchError,
     HandleError,
-    PeerError,
 )
 from dispatch.collective import CollectiveDispatcher
 from dispatch.local import LocalDispatcher
@@ -93,7 +92,7 @@ def cases_of(num_ranks: int, dtype: torch.dtype) -> list[tuple[DispatchConfig, C
     """Random work, and the corners: idle ranks, no work at all, everything to one rank."""
     experts = 8
     cases = []
-    for seed in range(6):
+    for seed in range(3):
         placement = random_placement(experts, num_ranks, num_ranks * (seed % 3), seed)
         config = config_for(placement, dtype, hidden=5 + seed)
         some = [(7 * rank + 3 * seed) % 6 for rank in range(num_ranks)]
@@ -117,17 +116,22 @@ def cases_of(num_ranks: int, dtype: torch.dtype) -> list[tuple[DispatchConfig, C
 def test_equals_the_slow_twin(
     world: World, num_ranks: int, dtype: torch.dtype, form: CombineForm
 ) -> None:
+    """Counts first, counts within padded blocks, and a bound too large for that."""
     cases = cases_of(num_ranks, dtype)
+    wanted = [expected(case, form) for _, case in cases]
 
     def body(group: EPGroup) -> list[list[str]]:
         found = []
-        for config, case in cases:
+        for (config, case), want in zip(cases, wanted, strict=True):
             dispatcher = CollectiveDispatcher(group, config, combine_form=form)
-            found.append(differences(dispatcher, case, group.rank))
+            most = max(x.shape[0] for x in case.xs)
+            for bound in (None, most + config.hidden_size % 2, 10**6):
+                dispatcher.set_step_bound(bound)
+                found.append(differences(dispatcher, case, group.rank, wanted=want))
         return found
 
     for rank, found in enumerate(world(num_ranks, body)):
-        assert found == [[]] * len(cases), f"rank {rank}"
+        assert found == [[]] * 3 * len(cases), f"rank {rank}"
 
 
 @pytest.mark.parametrize("form", list(CombineForm))
@@ -227,17 +231,19 @@ def test_handles_are_single_use_and_in_order(world: World) -> None:
     assert world(2, body) == [1, 1]
 
 
-def test_a_rank_that_refuses_stops_all_at_the_same_place(world: World) -> None:
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_rank_that_refuses_stops_all_at_the_same_place(world: World, bound: int | None) -> None:
     placement = ExpertPlacement.trivial(1, 6, 3)
     config = config_for(placement)
     case = make_case(config, placement, [2, 2, 2], 0)
 
     def body(group: EPGroup) -> list[str]:
         d = CollectiveDispatcher(group, config)
+        d.set_step_bound(bound)
         rank = group.rank
         x, slots, weights = case.xs[rank], case.slots[rank], case.weights[rank]
         wrong = [
-            (x, torch.where(slots == slots[0, 0], 6, slots), weights),
+            (x, torch.tensor([[0, 6, 1], [2, 3, 4]], dtype=torch.int32), weights),
             (x, torch.full_like(slots, -2), weights),
             (x.double(), slots, weights),
             (x, slots.long(), weights),
@@ -248,7 +254,9 @@ def test_a_rank_that_refuses_stops_all_at_the_same_place(world: World) -> None:
         said = []
         for arguments in wrong:
             try:
-                d.dispatch_start(*(arguments if rank == 1 else (x, slots, weights)))
+                d.dispatch_finish(
+                    d.dispatch_start(*(arguments if rank == 1 else (x, slots, weights)))
+                )
             except DispatchError as error:
                 said.append(f"{type(error).__name__}: {error}")
         assert differences(d, case, rank) == []  # and the next layer is in step again
@@ -256,21 +264,37 @@ def test_a_rank_that_refuses_stops_all_at_the_same_place(world: World) -> None:
 
     first, second, third = world(3, body)
     assert first == third == ["PeerError: dispatch: refused by ranks [1]; see their errors"] * 7
-    assert PeerError is not DispatchError
-    for message, says in zip(
-        second,
-        (
-            "slots: 0..6; valid are -1 (masked) and 0..5",
-            "slots: -2..-2",
-            "x: torch.float64",
-            "slots: torch.int64",
-            "weights: torch.float32 [1, 3]",
-            "x: torch.bfloat16 [2, 2]; must be torch.bfloat16 [T, 6]",
-            "at most max_tokens_per_rank=64",
-        ),
-        strict=True,
-    ):
-        assert says in message or message.startswith("DispatchError: slots: ") and "6; " in message
+    wanted = (
+        "DispatchError: slots: 0..6; valid are -1 (masked) and 0..5",
+        "DispatchError: slots: -2..-2; valid are",
+        "DispatchError: x: torch.float64",
+        "DispatchError: slots: torch.int64",
+        "DispatchError: weights: torch.float32 [1, 3]",
+        "DispatchError: x: torch.bfloat16 [2, 2]; must be torch.bfloat16 [T, 6]",
+        "DispatchError: x: 65 tokens; at most max_tokens_per_rank=64",
+    )
+    assert [m[: len(w)] for m, w in zip(second, wanted, strict=True)] == list(wanted)
+
+
+def test_more_tokens_than_agreed_are_refused(world: World) -> None:
+    placement = ExpertPlacement.trivial(1, 4, 2)
+    config = config_for(placement, top_k=2)
+    case = make_case(config, placement, [2, 3], 0)
+
+    def body(group: EPGroup) -> str:
+        d = CollectiveDispatcher(group, config)
+        d.set_step_bound(2)
+        rank = group.rank
+        try:
+            d.dispatch_finish(d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank]))
+        except DispatchError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    assert world(2, body) == [
+        "PeerError: dispatch: refused by ranks [1]; see their errors",
+        "DispatchError: x: 3 tokens; the agreed bound is 2",
+    ]
 
 
 @pytest.mark.parametrize("form", list(CombineForm))
@@ -280,6 +304,7 @@ def test_every_rank_makes_the_same_collectives_whatever_its_work(
     placement = random_placement(8, 4, 4, 1)
     config = config_for(placement)
     works = [[0, 0, 0, 0], [9, 0, 0, 1], [0, 3, 2, 0], [1, 1, 1, 1]]
+    bounds = [None, None, 3, 64]
     cases = [make_case(config, placement, tokens, 5) for tokens in works]
     traces: dict[int, list[tuple[str, torch.dtype]]] = {rank: [] for rank in range(4)}
 
@@ -299,17 +324,20 @@ def test_every_rank_makes_the_same_collectives_whatever_its_work(
 
     def body(group: EPGroup) -> None:
         d = CollectiveDispatcher(group, config, combine_form=form)
-        for case in cases:
+        for case, bound in zip(cases, bounds, strict=True):
+            d.set_step_bound(bound)
             run_case(d, case, group.rank)
 
     world(4, body)
     layer = [torch.int64, torch.uint8, torch.bfloat16]
-    assert traces[0] == [("all_to_all_single", dtype) for dtype in layer * len(cases)]
+    wanted = [*layer * 2, *layer[1:] * 2]  # with a bound the counts need no collective
+    assert traces[0] == [("all_to_all_single", dtype) for dtype in wanted]
     assert traces[1] == traces[2] == traces[3] == traces[0]
 
 
+@pytest.mark.parametrize("bound", [None, 9])
 @pytest.mark.parametrize("form", list(CombineForm))
-def test_bytes_are_those_of_the_formula(world: World, form: CombineForm) -> None:
+def test_bytes_are_those_of_the_formula(world: World, form: CombineForm, bound: int | None) -> None:
     num_ranks, hidden, top_k = 4, 7, 3
     placement = random_placement(8, num_ranks, 4, 2)
     config = config_for(placement, torch.bfloat16, hidden, top_k)
@@ -317,6 +345,7 @@ def test_bytes_are_those_of_the_formula(world: World, form: CombineForm) -> None
 
     def body(group: EPGroup) -> tuple[int, list[int]]:
         d = CollectiveDispatcher(group, config, combine_form=form)
+        d.set_step_bound(bound)
         run_case(d, case, group.rank)
         assert d.stats.calls == 1
         return d.stats.bytes_sent, d.stats.rows_sent_to_rank
@@ -332,7 +361,8 @@ def test_bytes_are_those_of_the_formula(world: World, form: CombineForm) -> None
         arrived = [(owner[r] == rank) for r in others]
         back = sum(int(a.sum() if form is CombineForm.PAIRS else a.any(1).sum()) for a in arrived)
         leaving = sum(to_rank[r] for r in others)
-        assert sent == 8 * 3 + leaving * row_bytes + back * hidden * 2
+        there = 8 * 3 + leaving * row_bytes if bound is None else 3 * (bound + 1) * row_bytes
+        assert sent == there + back * hidden * 2
 
 
 def test_the_combine_hook_is_used(world: World) -> None:
@@ -361,7 +391,9 @@ def wide(world: World, num_ranks: int, experts: int) -> None:
     wanted_received, wanted = expected(case, CombineForm.PAIRS)
 
     def body(group: EPGroup) -> bool:
-        received, home = run_case(CollectiveDispatcher(group, config), case, group.rank)
+        d = CollectiveDispatcher(group, config)
+        d.set_step_bound(2 if num_ranks < 100 else None)
+        received, home = run_case(d, case, group.rank)
         rows = wanted_received[group.rank]
         return torch.equal(home, wanted[group.rank]) and torch.equal(received.x, rows.x)
 
