@@ -1,0 +1,164 @@
+"""Compiles the native kernels once for this machine and keeps the result in the user's cache.
+
+Knows compilers, flags and files; knows nothing of tensors. Several processes may ask at the same
+moment: one compiles, the others wait, and a finished library appears under its name in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from models.deepseek.kernels.errors import KernelsUnavailable
+
+SOURCES = Path(__file__).parent / "native"
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A compiled library and how it came about, in words."""
+
+    path: Path
+    compiler: str
+    openmp: str  # "torch's", "the compiler's" or "none: one thread"
+
+
+def build(defines: tuple[str, ...] = ()) -> Library:
+    """The library for this machine, compiled if the cache has none. `defines` as in native/simd.h.
+
+    Raises KernelsUnavailable with the compiler's message.
+    """
+    compiler = _find_compiler()
+    version = _run([compiler, "--version"]).splitlines()[0]
+    machine_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = [*FLAGS, machine_flag, *(f"-D{name}" for name in defines)]
+    torch_openmp = _torch_openmp()
+    ways = [("torch's", ["-fopenmp"], [str(torch_openmp)])] if torch_openmp else []
+    ways += [("the compiler's", ["-fopenmp"], ["-fopenmp"]), ("none: one thread", [], [])]
+    sources = sorted(SOURCES.glob("*.cpp"))
+    if not sources:
+        raise KernelsUnavailable(f"no sources in {SOURCES.name}/: the installation is incomplete")
+    reason = ""
+    for openmp, compile_flags, link_flags in ways:
+        key = _key(version, [*flags, *compile_flags, *link_flags])
+        path = _cache_folder() / f"kernels-{key}.so"
+        with _lock(path.with_suffix(".lock")):
+            if path.exists():
+                return Library(path, version, openmp)
+            try:
+                _compile(compiler, sources, [*flags, *compile_flags], link_flags, path)
+                return Library(path, version, openmp)
+            except KernelsUnavailable as error:
+                reason = reason or str(error)
+    raise KernelsUnavailable(reason)
+
+
+def _find_compiler() -> str:
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    tried = f"CXX={asked}" if asked else ", ".join(COMPILERS)
+    raise KernelsUnavailable(f"no C++ compiler found (tried {tried}); install g++ or set CXX")
+
+
+def _torch_openmp() -> Path | None:
+    """The OpenMP runtime that torch brings: sharing it means one thread pool, not two."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+def _key(version: str, flags: list[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (version, *flags, platform.machine(), _processor()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache in a shared home serves several kinds of machine."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("flags", "Features", "model name", "CPU part")
+        return "\n".join(sorted({x for x in lines if x.split("\t")[0].strip() in wanted}))
+    return platform.processor()
+
+
+def _cache_folder() -> Path:
+    """$XDG_CACHE_HOME or ~/.cache; where neither can be written, a private temporary folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    wanted = (Path(base) if base else Path.home() / ".cache") / "moeserve"
+    for folder in (wanted, Path(tempfile.gettempdir()) / f"moeserve-{getpass.getuser()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        # A folder that someone else made could hold a library that someone else wrote.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise KernelsUnavailable(f"cannot write to {wanted}; set XDG_CACHE_HOME to a folder of yours")
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time, where the file system knows locks; elsewhere both compile."""
+    import fcntl
+
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(
+    compiler: str, sources: list[Path], flags: list[str], link_flags: list[str], path: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        running = [
+            subprocess.Popen(
+                [compiler, *flags, "-c", str(source), "-o", str(target)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        outputs = [process.communicate()[0] for process in running]
+        for process, output in zip(running, outputs, strict=True):
+            if process.returncode != 0:
+                raise KernelsUnavailable(f"{Path(compiler).name} failed: {_gist(output)}")
+        made = Path(folder) / "kernels.so"
+        _run([compiler, "-shared", *map(str, objects), *link_flags, "-o", str(made)])
+        os.replace(made, path)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        name = Path(command[0]).name
+        raise KernelsUnavailable(f"{name} failed: {_gist(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def _gist(output: str) -> str:
+    """The first error line first, then the head of the rest."""
+    lines = output.strip().splitlines()
+    error = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+    return "\n".join([error.strip(), *lines[:20]])

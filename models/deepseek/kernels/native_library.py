@@ -1,0 +1,96 @@
+"""The C functions of the compiled library with their argument types, each looked up once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from models.deepseek.kernels.build import Library
+from models.deepseek.kernels.errors import KernelsUnavailable
+
+# What a nonzero result of a checked function means; the numbers are the C side's.
+FAILURES = {
+    1: "offsets: must start at 0, not decrease and end at the number of pairs",
+    2: "pair_rows: an entry lies outside of x's rows",
+    3: "index: an entry lies outside of y's rows",
+    4: "positions: an entry is negative or outside of cos_sin's rows",
+    5: "slot_mapping: an entry lies outside of the cache",
+    6: "query_start: must start at 0, not decrease and end at the number of rows",
+    7: "block_tables: a position of a sequence has no block of the cache",
+}
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_BATCH = [_P, _P, _P, _L, _L]  # positions, query_start, tables, sequences, table width
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "packed_bytes": (_L, [_L, _L, _I]),
+    "pack": (None, [_P, _L, _L, _I, _P, _I]),
+    "unpack": (None, [_P, _L, _L, _I, _P]),
+    "linear": (None, [_P, _L, _L, _P, _L, _L, _I, _P, _L, _I, _I]),
+    "mlp": (None, [_P, _L, _L, _P, _L, _L, _P, _L, _I, _P, _I]),
+    "per_head": (None, [_P, _L, _L, _L, _L, _P, _L, _L, _I, _P, _I]),
+    "bundle_bytes": (_L, [_L, _L, _I]),
+    "store_expert": (None, [_P, _P, _P, _L, _L, _I, _P]),
+    "fetch_expert": (None, [_P, _L, _L, _I, _P, _P, _P]),
+    "experts": (_I, [_P, _L, _L, _P, _L, _P, _P, _L, _L, _L, _I, _P, _I]),
+    "gate": (
+        None,
+        [_P, _L, _L, _I, _P, _P, _L, _L, _L, _L, _L, _I, _I, _I, _F, _P, _P, _I],
+    ),
+    "combine": (_I, [_P, _L, _L, _I, _P, _P, _L, _L, _P, _I]),
+    "rms_norm": (None, [_P, _L, _L, _L, _I, _P, _F, _P, _I]),
+    "add_rms_norm": (None, [_P, _L, _P, _L, _L, _L, _I, _P, _F, _P, _I]),
+    "rope": (_I, [_P, _L, _L, _L, _L, _L, _I, _P, _P, _L, _P, _I]),
+    "write_cache": (_I, [_P, _L, _P, _L, _P, _L, _L, _L, _L, _P]),
+    "latent_attention": (
+        _I,
+        [_P, _L, _L, _P, _L, _L, _L, _L, _L, _L, _P, _L, _L, *_BATCH, _F, _I, _P, _I],
+    ),
+    "naive_attention": (
+        _I,
+        [_P, _L, _L, _L, _L, _L, _L, _L, _L, _P, _L, _L, _P, *_BATCH, _F, _I, _P, _I],
+    ),
+    "instruction_set": (ctypes.c_char_p, []),
+}
+
+
+class NativeLibrary:
+    """ms_<name> as attribute <name>; `description` says instruction set, threads, compiler."""
+
+    description: str
+
+    def __init__(self, functions: dict[str, Callable[..., Any]], description: str) -> None:
+        self.__dict__.update(functions)
+        self.description = description
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"the native library has no function {name}")
+
+
+def load_library(library: Library) -> NativeLibrary:
+    """Raises KernelsUnavailable when the file cannot be loaded or lacks a function."""
+    try:
+        loaded = ctypes.CDLL(str(library.path))
+        functions = {}
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, f"ms_{name}")
+            function.restype, function.argtypes = result, arguments
+            functions[name] = function
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"{library.path.name} cannot be used: {error}") from error
+    instructions = functions["instruction_set"]().decode()
+    pools = _openmp_runtimes()
+    extra = f"; {len(pools)} OpenMP runtimes in this process" if len(pools) > 1 else ""
+    text = f"{instructions}, OpenMP: {library.openmp}{extra}, {library.compiler}"
+    return NativeLibrary(functions, text)
+
+
+def _openmp_runtimes() -> set[str]:
+    """Paths of OpenMP runtimes mapped into this process: more than one means two thread pools."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return set()
+    paths = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line}
+    names = ("libgomp", "libomp", "libiomp")
+    return {path for path in paths if Path(path).name.startswith(names)}
