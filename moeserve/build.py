@@ -145,7 +145,7 @@ def _warm_up(engine: Engine) -> None:
     shows here and not at the first request."""
     assert engine.recorder is not None
     engine.recorder.enabled = False
-    engine.runner.forward(engine.runner.build(StepPlan()))
+    engine.runner.forward(engine.runner.build(StepPlan()), max_tokens=0)
     engine.recorder.enabled = True
 
 

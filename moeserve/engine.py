@@ -99,13 +99,13 @@ class Engine:
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
         self.stopped, self.idle = agreed.stop, not agreed.run
-        outputs = self._run(plan, batch) if agreed.run else []
+        outputs = self._run(plan, batch, agreed.max_tokens) if agreed.run else []
         return [*self.scheduler.take_outbox(), *outputs]
 
-    def _run(self, plan: StepPlan, batch: StepBatch) -> list[TokenOutput]:
+    def _run(self, plan: StepPlan, batch: StepBatch, max_tokens: int) -> list[TokenOutput]:
         start = time.perf_counter()
         try:
-            logits = self.runner.forward(batch)
+            logits = self.runner.forward(batch, max_tokens)
         except Exception as error:  # whatever the model or the network raises
             return self._forward_failed(plan, error)
         try:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dispatch.base import Dispatcher
 from ep.load import LoadWindow
 from models.interface import CausalLM, PagedKVCache
 from moeserve import sampler
@@ -62,6 +63,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.cache, self.tables = model, cache, tables
         self.recorder = recorder
+        self._dispatcher: Dispatcher | None = getattr(model, "dispatcher", None)
         device = cache.layers[0].device
         self._device = None if device.type == "cpu" else device
 
@@ -69,8 +71,11 @@ class ModelRunner:
         return build_batch(plan, self.tables.matrix, self.cache.block_size, self._device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Tensor:
-        """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too."""
+    def forward(self, batch: StepBatch, max_tokens: int | None = None) -> Tensor:
+        """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too.
+        max_tokens: the most tokens of any rank in this step, agreed in lockstep."""
+        if self._dispatcher is not None:
+            self._dispatcher.set_step_bound(max_tokens)
         return self.model.forward(batch.forward, self.cache, self.recorder).logits
 
     @torch.inference_mode()
