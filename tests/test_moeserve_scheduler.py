@@ -1,0 +1,494 @@
+"""The scheduler on its own: a fake memory stands in for the model, so that each step's writes and
+reads can be followed block by block."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moeserve.cache import BlockCache
+from moeserve.errors import InvalidRequest
+from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
+from moeserve.scheduler import ScheduleLimits, Scheduler, StepPlan, StepResult
+
+VOCAB = 7
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % VOCAB
+
+
+def expected(prompt: list[int], num: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeMemory:
+    """What a model would do with a plan: write tokens into slots, read the context back."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache = cache
+        self.slots: dict[int, int] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        size, matrix = self.cache.block_size, self.cache.tables.matrix
+        written: set[int] = set()
+        for s, start, count, row in zip(
+            plan.sequences, plan.starts, plan.counts, plan.rows, strict=True
+        ):
+            for position in range(start, start + count):
+                block = int(matrix[row, position // size])
+                assert block >= 0
+                slot = block * size + position % size
+                assert slot not in written, "two tokens of a step are written to one slot"
+                written.add(slot)
+                self.slots[slot] = s.tokens[position]
+        tokens = []
+        for i in plan.sampled:
+            s, row, end = plan.sequences[i], plan.rows[i], plan.starts[i] + plan.counts[i]
+            seen = [self.slots[int(matrix[row, p // size]) * size + p % size] for p in range(end)]
+            assert seen == s.tokens, "the context is not what was computed"
+            tokens.append(next_token(seen))
+        return StepResult(tokens)
+
+
+def make(
+    *,
+    blocks: int = 32,
+    size: int = 4,
+    rows: int = 4,
+    budget: int = 16,
+    chunk: int | None = None,
+    length: int = 64,
+    prefix: bool = True,
+    eos: tuple[int, ...] = (),
+) -> tuple[Scheduler, FakeMemory]:
+    cache = BlockCache(blocks, size, rows, prefix)
+    limits = ScheduleLimits(rows, budget, chunk, length, VOCAB, frozenset(eos))
+    return Scheduler(cache, limits), FakeMemory(cache)
+
+
+def ask(name: str, prompt: list[int], num: int = 4, **fields: object) -> Request:
+    sampling = SamplingParams(temperature=0, max_tokens=num, **fields)  # type: ignore[arg-type]
+    return Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+
+
+def step(scheduler: Scheduler, memory: FakeMemory) -> list[TokenOutput]:
+    plan = scheduler.schedule()
+    return [*scheduler.commit(plan, memory.run(plan)), *scheduler.take_outbox()]
+
+
+def finish(scheduler: Scheduler, memory: FakeMemory, limit: int = 2000) -> dict[str, list[int]]:
+    got: dict[str, list[int]] = {}
+    while scheduler.has_work:
+        for output in step(scheduler, memory):
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        limit -= 1
+        assert limit > 0, "no end in sight"
+    return got
+
+
+# -- one rule -----------------------------------------------------------------------------------
+
+
+def test_decodes_go_first_then_prefill_fills_the_budget() -> None:
+    scheduler, memory = make(budget=10)
+    scheduler.add(ask("a", [1] * 6, 9))
+    step(scheduler, memory)
+    scheduler.add(ask("b", [2] * 20, 9))
+    plan = scheduler.schedule()
+    assert [(s.request_id, c) for s, c in zip(plan.sequences, plan.counts, strict=True)] == [
+        ("a", 1),
+        ("b", 9),
+    ]
+    assert (plan.num_tokens, plan.num_decodes, plan.num_prefill_tokens) == (10, 1, 9)
+    assert plan.sampled == [0]
+    scheduler.commit(plan, memory.run(plan))
+    assert finish(scheduler, memory)["b"] == expected([2] * 20, 9)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 64, None])
+def test_chunks_are_capped_and_change_no_token(chunk: int | None) -> None:
+    scheduler, memory = make(budget=12, chunk=chunk)
+    prompt = [(7 * i) % VOCAB for i in range(40)]
+    scheduler.add(ask("a", prompt, 6))
+    largest = 0
+    got: list[int] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        largest = max([largest, *plan.counts])
+        for output in scheduler.commit(plan, memory.run(plan)):
+            got += output.token_ids
+    assert largest == min(chunk or 12, 12)
+    assert got == expected(prompt, 6)
+
+
+def test_the_oldest_prefill_is_not_starved_by_decodes_of_later_ones() -> None:
+    scheduler, memory = make(budget=3, chunk=1, rows=4, blocks=64)
+    scheduler.add(ask("old", [1] * 30, 1))
+    for name in "bcd":
+        scheduler.add(ask(name, [2], 60))
+    steps = 0
+    while any(s.request_id == "old" for s in [*scheduler.running, *scheduler.waiting]):
+        before = scheduler.running[0].num_computed_tokens if scheduler.running else 0
+        step(scheduler, memory)
+        if scheduler.running and scheduler.running[0].request_id == "old":
+            assert scheduler.running[0].num_computed_tokens > before
+        steps += 1
+    assert steps == 30
+
+
+def test_only_the_last_block_is_partly_empty() -> None:
+    scheduler, memory = make(rows=3, budget=5, size=4, prefix=False)
+    for i in range(3):
+        scheduler.add(ask(str(i), [i] * (5 + i), 9))
+    while scheduler.has_work:
+        step(scheduler, memory)
+        for s in scheduler.running:
+            assert s.lease is not None
+            assert len(s.lease.table.ids) == -(-s.num_computed_tokens // 4)
+        assert scheduler.num_wasted_slots <= 3 * len(scheduler.running)
+
+
+def test_an_empty_plan_needs_no_commit() -> None:
+    scheduler, memory = make()
+    for _ in range(3):
+        assert scheduler.schedule().num_tokens == 0
+    scheduler.add(ask("a", [1, 2], 2))
+    assert finish(scheduler, memory) == {"a": expected([1, 2], 2)}
+
+
+# -- pressure -----------------------------------------------------------------------------------
+
+
+def test_the_last_arrived_is_preempted_and_still_right() -> None:
+    scheduler, memory = make(blocks=8, size=2, rows=4, length=16, prefix=False)
+    for i in range(3):
+        scheduler.add(ask(str(i), [i, i + 1, i + 2], 10))
+    order: list[str] = []
+    got: dict[str, list[int]] = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        order += plan.preempted
+        for output in scheduler.commit(plan, memory.run(plan)):
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                assert output.num_preemptions == order.count(output.request_id)
+    assert order and "0" not in order and scheduler.counters.preemptions == len(order)
+    assert got == {str(i): expected([i, i + 1, i + 2], 10) for i in range(3)}
+    assert scheduler.cache.pool.num_free == 8
+
+
+def test_a_preempted_sequence_comes_back_through_the_prefix_cache() -> None:
+    computed = {}
+    for prefix in (True, False):
+        scheduler, memory = make(blocks=10, size=2, rows=4, length=20, prefix=prefix)
+        for i in range(2):
+            scheduler.add(ask(str(i), [i] * 4, 14))
+        finish(scheduler, memory)
+        assert scheduler.counters.preemptions
+        computed[prefix] = scheduler.counters.computed_prompt_tokens
+    assert computed[True] < computed[False]
+
+
+def test_a_full_pool_admits_nobody_before_the_running_ones() -> None:
+    """Head of line: a short later request does not overtake a long earlier one for ever."""
+    scheduler, memory = make(blocks=8, size=2, rows=4, length=16, prefix=False)
+    scheduler.add(ask("a", [1] * 8, 7))
+    step(scheduler, memory)
+    scheduler.add(ask("long", [2] * 12, 1))
+    scheduler.add(ask("short", [3], 1))
+    ended: list[str] = []
+    while scheduler.has_work:
+        ended += [o.request_id for o in step(scheduler, memory) if o.finish_reason]
+    assert ended == ["a", "long", "short"]
+
+
+# -- refusing and ending ------------------------------------------------------------------------
+
+
+def test_what_never_fits_is_refused_with_both_numbers() -> None:
+    scheduler, _ = make(length=16)
+    with pytest.raises(InvalidRequest, match=r"16 tokens.*share 16 tokens.*at most 15"):
+        scheduler.add(ask("a", [1] * 16))
+    scheduler.add(ask("b", [1] * 15))
+    scheduler.add(ask("c", [1] * 16, 0))  # asks for no output
+    for request, field in (
+        (ask("b", [1]), "request_id"),
+        (ask("d", []), "prompt"),
+        (ask("d", [1, VOCAB]), "prompt"),
+        (ask("d", [-1]), "prompt"),
+        (ask("d", [1], logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (ask("d", [1], logit_bias={1: float("nan")}), "logit_bias"),
+        (ask("d", [1], top_p=0.0), "top_p"),
+        (ask("d", [1], top_p=float("nan")), "top_p"),
+        (ask("d", [1], min_p=1.5), "min_p"),
+        (ask("d", [1], top_k=-1), "top_k"),
+        (ask("d", [1], repetition_penalty=0.0), "repetition_penalty"),
+        (ask("d", [1], 4, min_tokens=5), "min_tokens"),
+        (ask("d", [1], -1), "max_tokens"),
+        (ask("d", [1], logprobs=-1), "logprobs"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            scheduler.add(request)
+        assert caught.value.field == field
+    assert len(scheduler.waiting) == 2
+
+
+def test_finish_reasons() -> None:
+    prompt = [1, 2, 3]
+    out = expected(prompt, 8)
+    eos = out[3]
+    first = out.index(eos)
+    other = next(t for t in out if t != eos)
+
+    def last(request: Request, **fields: object) -> TokenOutput:
+        scheduler, memory = make(**fields)  # type: ignore[arg-type]
+        scheduler.add(request)
+        outputs = []
+        while scheduler.has_work:
+            outputs += step(scheduler, memory)
+        assert [t for o in outputs for t in o.token_ids] == out[: len(outputs)]
+        assert all(o.finish_reason is None for o in outputs[:-1])
+        return outputs[-1]
+
+    end = last(ask("a", prompt, 8), eos=(eos,))
+    assert (end.finish_reason, end.stop_token_id, end.token_ids) == (FinishReason.STOP, eos, (eos,))
+    end = last(ask("a", prompt, 8, ignore_eos=True), eos=(eos,))
+    assert (end.finish_reason, end.stop_token_id) == (FinishReason.LENGTH, None)
+    end = last(ask("a", prompt, 8, stop_token_ids=(other,)))
+    assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, other)
+    end = last(ask("a", prompt, 8, ignore_eos=True, stop_token_ids=(eos,)), eos=(eos,))
+    assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, eos)
+    assert last(ask("a", prompt, first + 1), eos=(eos,)).finish_reason is FinishReason.STOP
+    assert last(ask("a", prompt, 50), length=7).finish_reason is FinishReason.LENGTH
+
+
+def test_no_output_wanted_still_runs_the_prompt() -> None:
+    scheduler, memory = make()
+    scheduler.add(ask("a", [1, 2, 3], 0))
+    (output,) = step(scheduler, memory)
+    assert output.token_ids == () and output.finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_work and scheduler.counters.output_tokens == 0
+
+
+def test_abort_while_waiting_running_and_in_flight() -> None:
+    scheduler, memory = make(rows=2)
+    for name in ("run", "flight", "wait"):
+        scheduler.add(ask(name, [1, 2, 3, 4, 5], 9))
+    step(scheduler, memory)
+    assert scheduler.abort("wait") and not scheduler.abort("wait") and not scheduler.abort("none")
+    plan = scheduler.schedule()
+    assert scheduler.abort("flight") and not scheduler.abort("flight")
+    assert scheduler.take_outbox()[0].request_id == "wait"
+    assert len(scheduler.running) == 2  # its blocks are being written: they stay until the commit
+    outputs = scheduler.commit(plan, memory.run(plan))
+    assert [o.request_id for o in outputs] == ["run"]
+    (aborted,) = scheduler.take_outbox()
+    assert (aborted.request_id, aborted.finish_reason) == ("flight", FinishReason.ABORT)
+    scheduler.abort("run")
+    assert not scheduler.has_work and scheduler.counters.aborted == 3
+    assert scheduler.cache.num_available == 32
+    scheduler.add(ask("run", [1], 1))  # the id is free again
+    assert finish(scheduler, memory)["run"] == expected([1], 1)
+
+
+def test_a_lost_step_ends_its_sequences_only() -> None:
+    scheduler, memory = make(rows=2)
+    for name in "abc":
+        scheduler.add(ask(name, [1, 2, 3, 4, 5], 3))
+    plan = scheduler.schedule()
+    scheduler.abort("a")
+    scheduler.fail_plan(plan, "it burnt")
+    ends = {o.request_id: (o.finish_reason, o.error) for o in scheduler.take_outbox()}
+    assert ends == {"a": (FinishReason.ABORT, None), "b": (FinishReason.ERROR, "it burnt")}
+    assert finish(scheduler, memory) == {"c": expected([1, 2, 3, 4, 5], 3)}
+    assert scheduler.cache.num_available == 32 and len(scheduler.cache.tree) == 1
+
+
+def test_one_row_that_fails_does_not_take_the_others_with_it() -> None:
+    scheduler, memory = make()
+    scheduler.add(ask("a", [1, 2], 2))
+    scheduler.add(ask("b", [3, 4], 2))
+    plan = scheduler.schedule()
+    result = memory.run(plan)
+    outputs = scheduler.commit(plan, StepResult(result.token_ids, failed={0: "not finite"}))
+    assert [o.request_id for o in outputs] == ["b"]
+    (bad,) = scheduler.take_outbox()
+    assert (bad.finish_reason, bad.error) == (FinishReason.ERROR, "not finite")
+
+
+def test_cached_tokens_are_told_and_prompt_logprobs_take_no_hit() -> None:
+    scheduler, memory = make()
+    prompt = [1, 2, 3, 4, 5, 6]
+    scheduler.add(ask("a", prompt, 1))
+    step(scheduler, memory)
+    scheduler.add(ask("b", prompt, 1))
+    (output,) = step(scheduler, memory)
+    assert output.num_cached_tokens == 4 and scheduler.counters.cached_tokens == 4
+    scheduler.add(ask("c", prompt, 1, prompt_logprobs=0))
+    plan = scheduler.schedule()
+    assert plan.starts == [0] and plan.counts == [6]
+    known = [TokenLogprob(t, -1.0, 1) for t in prompt[1:]]
+    result = memory.run(plan)
+    (output,) = scheduler.commit(plan, StepResult(result.token_ids, prompt_logprobs={"c": known}))
+    assert output.prompt_logprobs == (None, *known) and output.num_cached_tokens == 0
+
+
+def test_output_blocks_are_cached_for_the_next_turn() -> None:
+    scheduler, memory = make(size=2)
+    first = [1, 2, 3]
+    scheduler.add(ask("a", first, 6))
+    answer = finish(scheduler, memory)["a"]
+    scheduler.add(ask("b", [*first, *answer, 5], 1))
+    plan = scheduler.schedule()
+    # 3 + 6 tokens, of which the last was never computed: 8 positions, 4 blocks.
+    assert plan.starts == [8]
+    scheduler.commit(plan, memory.run(plan))
+
+
+# -- at random ----------------------------------------------------------------------------------
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come and are aborted at any moment, also between schedule and commit; the pool is
+    so small that sequences are preempted. In the end all have what they should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, Request] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.plan: StepPlan | None = None
+
+    @initialize(
+        size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(1, 12),
+        chunk=st.sampled_from([None, 1, 3, 5]),
+        rows=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        prefix=st.booleans(),
+    )
+    def start(
+        self, size: int, budget: int, chunk: int | None, rows: int, spare: int, prefix: bool
+    ) -> None:
+        blocks = -(-20 // size) + spare
+        self.scheduler, self.memory = make(
+            blocks=blocks,
+            size=size,
+            rows=rows,
+            budget=budget,
+            chunk=chunk,
+            length=20,
+            prefix=prefix,
+        )
+
+    @precondition(lambda self: len(self.asked) < 14)
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        num=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "s"]),
+    )
+    def add(self, prompt: list[int], num: int, salt: str) -> None:
+        name = str(len(self.asked))
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0, max_tokens=num),
+            cache_salt=salt,
+        )
+        self.asked[name] = request
+        self.scheduler.add(request)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        known = self.scheduler.abort(name)
+        assert known is False or name not in self.ends
+        self.collect(self.scheduler.take_outbox())
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        limits = self.scheduler.limits
+        oldest = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
+        self.plan = self.scheduler.schedule()
+        assert self.plan.num_tokens == sum(self.plan.counts) <= limits.token_budget
+        assert len(set(self.plan.rows)) == len(self.plan.sequences) <= limits.max_num_sequences
+        for count in self.plan.counts:
+            assert 1 <= count <= (limits.chunk_size or limits.token_budget)
+        if oldest is not None:
+            assert oldest in self.plan.sequences, "the oldest did not advance"
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.plan is not None
+        outputs = self.scheduler.commit(self.plan, self.memory.run(self.plan))
+        self.plan = None
+        self.collect([*outputs, *self.scheduler.take_outbox()])
+
+    def collect(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "an output after the end"
+            self.got.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        scheduler.cache.check()
+        held = [s.lease for s in scheduler.running if s.lease is not None]
+        assert len(held) == len(scheduler.running)
+        assert all(s.lease is None for s in scheduler.waiting)
+        order = [s.arrival_index for s in [*scheduler.running, *scheduler.waiting]]
+        assert order == sorted(order)
+        own = sum(lease.table.ids.count(b) for lease in held for b in set(lease.table.ids))
+        assert own == sum(len(lease.table.ids) for lease in held)
+        owners = sum(scheduler.cache.pool.owners)
+        assert owners == own + len(scheduler.cache.tree)
+        if self.plan is None:
+            size = scheduler.cache.block_size
+            for s in scheduler.running:
+                assert s.lease is not None
+                assert 0 <= len(s.lease.table.ids) * size - s.num_computed_tokens < size
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        if self.plan is not None:
+            self.commit()
+        steps = 0
+        while self.scheduler.has_work:
+            self.schedule()
+            self.commit()
+            steps += 1
+            assert steps < 3000, "not all of them finish"
+        assert self.ends.keys() == self.asked.keys()
+        for name, request in self.asked.items():
+            prompt = list(request.prompt_token_ids)
+            num = min(request.sampling.max_tokens, 20 - len(prompt))
+            whole, got = expected(prompt, num), self.got[name]
+            if self.ends[name] is FinishReason.ABORT:
+                assert got == whole[: len(got)]
+            else:
+                assert got == whole
+        assert self.scheduler.cache.num_available == self.scheduler.cache.pool.num_blocks
+        assert self.scheduler.cache.tables.num_free_rows == self.scheduler.limits.max_num_sequences
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
