@@ -1,8 +1,7 @@
 """Splits a chat answer into reasoning (between <think> and </think>) and content, as it streams.
 
 Reasoning is only looked for where the template or the answer opens it: the rendered prompt ends in
-<think>, or the answer begins with <think>. A </think> that begins an answer whose prompt did not
-open one is dropped. Tags elsewhere are ordinary text. Knows text only.
+<think>, or the answer begins with <think>. Tags elsewhere are ordinary text. Knows text only.
 """
 
 from __future__ import annotations

@@ -211,9 +211,12 @@ class Rehearsal:
         self.ranks: list[FakeRank] = []
         self.url = ""
         self.died: list[str] = []
-        self._make_rank = lambda rank, address: FakeRank(
-            rank, num_ranks, address, script=script, ready=ready, max_model_len=max_model_len
-        )
+        def make_rank(rank: int, address: str) -> FakeRank:
+            return FakeRank(
+                rank, num_ranks, address, script=script, ready=ready, max_model_len=max_model_len
+            )
+
+        self._make_rank = make_rank
         self._num_ranks, self._lockstep_timeout = num_ranks, lockstep_timeout
         self._up = threading.Event()
         self._ready = threading.Event()
@@ -284,11 +287,11 @@ class Rehearsal:
 
 
 def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """A checkpoint folder without weights: byte-level BPE of some 600 tokens, special ones first."""
+    """A checkpoint folder without weights: byte-level BPE of some 600 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
+    trainer = trainers.BpeTrainer(
         vocab_size=600,
         special_tokens=["<s>", "</s>", "<pad>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -1,0 +1,187 @@
+"""The front end as a process: announcements, exit codes, signals, and the death of a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moeserve import wire
+from moeserve.config import ServeConfig
+from moeserve.server.rehearsal import FakeRank, write_tokenizer
+
+pytestmark = pytest.mark.dist
+
+BODY = {"prompt": "hello", "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    write_tokenizer(path)
+    return path
+
+
+class FrontEnd:
+    """The process with its announcements read from a pipe."""
+
+    def __init__(self, config: ServeConfig, folder: Path, num_ranks: int) -> None:
+        path = folder / f"config-{os.urandom(4).hex()}.json"
+        path.write_text(config.model_dump_json())
+        self._read, write = os.pipe()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "moeserve.frontend", "--config", str(path)),
+                *("--num-ranks", str(num_ranks), "--announce-fd", str(write)),
+            ],
+            pass_fds=[write],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(write)
+        self._pending = b""
+
+    def announced(self, what: str) -> str:
+        """The value of the next announcement, which must be this one."""
+        deadline = time.monotonic() + 20
+        while b"\n" not in self._pending:
+            ready, _, _ = select.select([self._read], [], [], deadline - time.monotonic())
+            assert ready, f"no announcement of {what!r}"
+            piece = os.read(self._read, 4096)
+            assert piece, self.process.communicate()[1]
+            self._pending += piece
+        line, _, self._pending = self._pending.partition(b"\n")
+        message: dict[str, str] = json.loads(line)
+        assert message["what"] == what
+        return message["value"]
+
+    def end(self, timeout: float = 10) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=timeout)
+        return self.process.returncode, errors
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+        os.close(self._read)
+
+
+@contextmanager
+def serving(folder: Path, num_ranks: int = 2, **server: Any) -> Iterator[tuple[Any, str, Any]]:
+    config = ServeConfig.model_validate(
+        {"model": {"checkpoint": str(folder)}, "server": {"port": 0} | server}
+    )
+    front_end = FrontEnd(config, folder, num_ranks)
+    ranks: list[FakeRank] = []
+    try:
+        address = front_end.announced("engine")
+        url = front_end.announced("http")
+        assert httpx.get(f"{url}/health").json()["status"] == "loading"
+        ranks += [FakeRank(r, num_ranks, address) for r in range(num_ranks)]
+        assert front_end.announced("ready") == url
+        yield front_end, url, ranks
+    finally:
+        front_end.close()
+        for rank in ranks:
+            rank.die()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_stops_every_rank(folder: Path, number: signal.Signals) -> None:
+    with serving(folder) as (front_end, url, ranks):
+        assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200
+        for rank in ranks:
+            rank.pause()
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as stream:
+            wait_for(lambda: sum(len(x.running) for x in ranks) == 1)
+            front_end.process.send_signal(number)
+            wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "draining")
+            assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 503
+            for rank in ranks:
+                rank.resume()
+            text = stream.read().decode()
+        assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
+        assert front_end.end()[0] == 0
+        assert all(len(x.of_kind(wire.Stop)) == 1 for x in ranks)
+
+
+@pytest.mark.parametrize("hurry", ["second signal", "drain_seconds"])
+def test_draining_ends_even_if_requests_do_not(folder: Path, hurry: str) -> None:
+    seconds = 60 if hurry == "second signal" else 0.2
+    with serving(folder, drain_seconds=seconds) as (front_end, url, ranks):
+        for rank in ranks:
+            rank.pause()
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as stream:
+            wait_for(lambda: sum(len(x.running) for x in ranks) == 1)
+            front_end.process.send_signal(signal.SIGTERM)
+            if hurry == "second signal":
+                wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "draining")
+                front_end.process.send_signal(signal.SIGTERM)
+            text = stream.read().decode()
+        assert '"finish_reason":"error"' in text and "stopped" in text
+        assert front_end.end()[0] == 0
+
+
+def test_a_dead_rank_ends_the_job_and_is_named(folder: Path) -> None:
+    with serving(folder) as (front_end, url, ranks):
+        for rank in ranks:
+            rank.pause()
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as stream:
+            wait_for(lambda: sum(len(x.running) for x in ranks) == 1)
+            begun = time.monotonic()
+            ranks[1].die()
+            text = stream.read().decode()
+        assert '"finish_reason":"error"' in text and "rank 1 died" in text
+        code, errors = front_end.end()
+        assert time.monotonic() - begun < 5
+        assert code == 3 and "rank 1 died: its connection was lost" in errors
+        assert "rank 1 died" in front_end.announced("failed")
+
+
+def test_stopping_while_ranks_load_does_not_wait_for_them(folder: Path) -> None:
+    config = ServeConfig.model_validate(
+        {"model": {"checkpoint": str(folder)}, "server": {"port": 0}}
+    )
+    front_end = FrontEnd(config, folder, 2)
+    try:
+        front_end.announced("engine")
+        front_end.announced("http")
+        front_end.process.send_signal(signal.SIGTERM)
+        assert front_end.end(5)[0] == 0
+    finally:
+        front_end.close()
+
+
+def test_wrong_settings_are_told_before_anything_is_announced(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ({"model": {"checkpoint": str(folder)}, "server": {"port": port}}, f"port={port}"),
+            ({"model": {"checkpoint": str(tmp_path / "none")}}, "tokenizer.json"),
+        ]
+        for values, text in cases:
+            front_end = FrontEnd(ServeConfig.model_validate(values), folder, 1)
+            try:
+                code, errors = front_end.end()
+                assert code == 2 and text in errors and "Traceback" not in errors
+            finally:
+                front_end.close()

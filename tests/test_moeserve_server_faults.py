@@ -1,0 +1,307 @@
+"""What goes wrong over HTTP: bad requests, full queue, leaving clients, loading, stalls, death."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from moeserve import wire
+from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.server.rehearsal import Rehearsal, echo, output, write_tokenizer
+
+USER = [{"role": "user", "content": "hello"}]
+COMPLETION = ("/v1/completions", {"prompt": "hello", "max_tokens": 4})
+CHAT = ("/v1/chat/completions", {"messages": USER, "max_tokens": 4})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path) -> Iterator[Rehearsal]:
+    with Rehearsal(folder, server={"max_queue": 4, "max_body_bytes": 100_000}) as running:
+        yield running
+
+
+@pytest.fixture
+def http(job: Rehearsal) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=job.url, timeout=20) as client:
+        yield client
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# ---- refused requests ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
+def test_wrong_values_are_400_and_name_the_field(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    error = error_of(http.post(path, json=body | {"temperature": 5}), 400)
+    assert error["param"] == "temperature" and "temperature=5" in error["message"]
+    assert "0 to 2" in error["message"]
+    nan = json.dumps(body | {"temperature": float("nan")})
+    assert error_of(http.post(path, content=nan), 400)["param"] == "temperature"
+    error = error_of(http.post(path, json=body | {"best": 1}), 400)
+    assert error["param"] == "best" and "unknown field" in error["message"]
+    error = error_of(http.post(path, json=body | {"logit_bias": {"640": 1}}), 400)
+    assert "0 to 639" in error["message"]
+    error = error_of(http.post(path, json=body | {"stop_token_ids": [640]}), 400)
+    assert error["param"] == "stop_token_ids"
+    assert error_of(http.post(path, content=b"{nope"), 400)["param"] == "body"
+
+
+def test_oversize_prompts_are_400_with_both_numbers(http: httpx.Client) -> None:
+    ids = [9] * 500
+    error = error_of(http.post("/v1/completions", json={"prompt": ids, "max_tokens": 13}), 400)
+    assert error["code"] == "context_length_exceeded"
+    for number in ("500", "13", "512", "513"):
+        assert number in error["message"]
+    fits = http.post("/v1/completions", json={"prompt": ids, "max_tokens": 12})
+    assert fits.json()["usage"]["total_tokens"] == 512
+    long = [{"role": "user", "content": "dog " * 600}]
+    error = error_of(http.post("/v1/chat/completions", json={"messages": long}), 400)
+    assert error["code"] == "context_length_exceeded" and "512" in error["message"]
+
+
+def test_token_ids_outside_of_the_vocabulary(http: httpx.Client) -> None:
+    for prompt in ([640], [[5], [-1]]):
+        error = error_of(http.post("/v1/completions", json={"prompt": prompt}), 400)
+        assert error["param"] == "prompt" and "0 to 639" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "robot", "content": "x"}], "messages.0.role"),
+        ([{"content": "x"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
+        ([{"role": "tool", "content": "x"}], "messages"),  # the template raises
+    ],
+)
+def test_wrong_messages(http: httpx.Client, messages: list[Any], param: str) -> None:
+    error = error_of(http.post("/v1/chat/completions", json={"messages": messages}), 400)
+    assert error["param"] == param
+
+
+def test_unknown_models_routes_and_methods(http: httpx.Client) -> None:
+    error = error_of(http.post(COMPLETION[0], json=COMPLETION[1] | {"model": "gpt"}), 404)
+    assert error["code"] == "model_not_found" and "'tiny'" in error["message"]
+    error_of(http.get("/v2/nothing"), 404)
+    error_of(http.get("/v1/completions"), 405)
+
+
+def test_huge_bodies_are_413(job: Rehearsal) -> None:
+    with httpx.Client(base_url=job.url, timeout=20) as client:
+        error = error_of(client.post("/v1/completions", content=b"x" * 100_001), 413)
+        assert "100000" in error["message"]
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(11):
+            yield b" " * 10_000
+
+    with httpx.Client(base_url=job.url, timeout=20) as client:
+        error_of(client.post("/v1/completions", content=chunks()), 413)
+
+
+def test_checkpoint_without_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template=None)
+    with Rehearsal(tmp_path) as job, httpx.Client(base_url=job.url) as http:
+        error = error_of(http.post("/v1/chat/completions", json={"messages": USER}), 400)
+        assert "no chat template" in error["message"]
+        assert http.post(*COMPLETION[:1], json=COMPLETION[1]).status_code == 200
+
+
+def test_api_key(folder: Path) -> None:
+    with Rehearsal(folder, server={"api_key": "secret"}) as job:
+        with httpx.Client(base_url=job.url) as http:
+            assert error_of(http.get("/v1/models"), 401)["code"] == "invalid_api_key"
+            wrong = {"authorization": "Bearer wrong"}
+            error_of(http.post("/v1/completions", json=COMPLETION[1], headers=wrong), 401)
+            assert http.get("/health").status_code == 200
+        client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="secret", max_retries=0)
+        assert client.models.list().data[0].id == "tiny"
+
+
+# ---- full queue and leaving clients -------------------------------------------------------------
+
+
+def test_full_queue_is_429_with_retry_after(job: Rehearsal, http: httpx.Client) -> None:
+    rank = job.ranks[0]
+    rank.pause()
+    body = COMPLETION[1] | {"stream": True, "n": 4}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        wait_for(lambda: len(rank.running) == 4)
+        for path, other in (COMPLETION, CHAT):
+            answer = httpx.post(job.url + path, json=other)
+            error = error_of(answer, 429)
+            assert error["code"] == "queue_full" and "max_queue=4" in error["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+        client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="tiny", prompt="x")
+        rank.resume()
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+    assert httpx.post(job.url + COMPLETION[0], json=COMPLETION[1]).status_code == 200
+    error = error_of(http.post("/v1/completions", json=COMPLETION[1] | {"n": 5}), 400)
+    assert error["param"] == "n" and "max_queue=4" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_client_that_leaves_is_aborted(job: Rehearsal, stream: bool, paused: bool) -> None:
+    rank = job.ranks[0]
+    rank.received.clear()
+    if paused:
+        rank.pause()
+    body = json.dumps({"prompt": "hi", "max_tokens": 500, "n": 2, "stream": stream}).encode()
+    if not paused:
+        rank.script = _endless
+    host, _, port = job.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as raw:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        raw.sendall(head.encode() + body)
+        if stream and not paused:
+            assert raw.recv(100)
+        wait_for(lambda: len(rank.of_kind(wire.Submit)) == 2)
+    submitted = {x.request.request_id for x in rank.of_kind(wire.Submit)}
+    wait_for(lambda: {y for x in rank.of_kind(wire.Abort) for y in x.request_ids} == submitted)
+    wait_for(lambda: not rank.running and job.client.num_in_flight == 0)
+    rank.resume()
+    rank.script = echo
+
+
+def _endless(request: Request) -> Iterator[TokenOutput]:
+    while True:
+        yield output(request, (300,), None)
+
+
+def test_stop_string_ends_the_engines_request(job: Rehearsal, http: httpx.Client) -> None:
+    rank = job.ranks[0]
+    rank.received.clear()
+    body = {"prompt": "the fox", "max_tokens": 400, "stop": "foxthe"}
+    answer = http.post("/v1/completions", json=body).json()
+    assert (
+        answer["choices"][0]["text"] == "the " and answer["choices"][0]["finish_reason"] == "stop"
+    )
+    wait_for(lambda: bool(rank.of_kind(wire.Abort)) and not rank.running)
+
+
+# ---- failures of the engine ---------------------------------------------------------------------
+
+
+def failing(request: Request) -> Iterator[TokenOutput]:
+    yield output(request, request.prompt_token_ids[1:2], None, first=True)
+    yield TokenOutput(
+        request_id=request.request_id,
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        error="step 7 failed on rank 0",
+    )
+
+
+def test_a_failed_step_is_told_not_hidden(folder: Path) -> None:
+    with Rehearsal(folder, script=failing) as job:
+        for path, body in (COMPLETION, CHAT):
+            error = error_of(httpx.post(job.url + path, json=body), 500)
+            assert "step 7 failed" in error["message"] and error["code"] == "engine_error"
+            text = httpx.post(job.url + path, json=body | {"stream": True}).text
+            events = [x.removeprefix("data: ") for x in text.split("\n\n") if x]
+            assert events[-1] == "[DONE]"
+            assert "step 7 failed" in json.loads(events[-2])["error"]["message"]
+            assert json.loads(events[-3])["choices"][0]["finish_reason"] == "error"
+        client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.APIError, match="step 7 failed"):
+            list(client.completions.create(model="tiny", prompt="x", stream=True))
+        metrics = httpx.get(job.url + "/metrics").text
+        assert 'moeserve_requests_total{finish_reason="error"} 5.0' in metrics
+        assert httpx.get(job.url + "/health").status_code == 200
+
+
+def test_death_of_a_rank_ends_streams_with_an_error(folder: Path) -> None:
+    with Rehearsal(folder, num_ranks=2) as job:
+        for rank in job.ranks:
+            rank.pause()
+        body = COMPLETION[1] | {"stream": True, "n": 3}
+        with httpx.stream("POST", job.url + COMPLETION[0], json=body, timeout=10) as stream:
+            wait_for(lambda: sum(len(x.running) for x in job.ranks) == 3)
+            job.ranks[1].die()
+            text = stream.read().decode()
+        assert text.count('"finish_reason":"error"') == 3 and "rank 1 died" in text
+        health = httpx.get(job.url + "/health")
+        assert health.status_code == 503 and health.json()["status"] == "failed"
+        assert "rank 1 died" in health.json()["reason"]
+        assert health.json()["ranks"][1]["state"] == "dead"
+        assert httpx.get(job.url + "/health/live").status_code == 503
+        error_of(httpx.post(job.url + COMPLETION[0], json=COMPLETION[1]), 503)
+
+
+# ---- health -------------------------------------------------------------------------------------
+
+
+def test_health_while_loading_ready_and_draining(folder: Path) -> None:
+    with Rehearsal(folder, num_ranks=2, ready=False) as job:
+        http = httpx.Client(base_url=job.url)
+        wait_for(lambda: http.get("/health").json()["ranks"][1]["state"] == "starting")
+        job.ranks[0].send(wire.Loading(0, "weights", 3_000_000, 10_000_000))
+        wait_for(lambda: http.get("/health").json()["ranks"][0]["state"] == "weights")
+        answer = http.get("/health")
+        health = answer.json()
+        assert answer.status_code == 503 and health["status"] == "loading"
+        assert (health["live"], health["ready"]) == (True, False)
+        assert health["ranks"][0]["done_bytes"] == 3_000_000
+        assert "0 of 2 ranks are ready, 3 of 10 MB read" in health["reason"]
+        assert http.get("/health/live").status_code == 200
+        assert http.get("/health/ready").status_code == 503
+        answer = http.post("/v1/completions", json=COMPLETION[1])
+        assert "loading" in error_of(answer, 503)["message"]
+        assert "retry-after" in answer.headers
+        assert http.get("/v1/models").status_code == 200
+        assert "moeserve_ready 0.0" in http.get("/metrics").text
+        for rank in job.ranks:
+            rank.become_ready()
+        wait_for(lambda: http.get("/health").status_code == 200)
+        assert http.post("/v1/completions", json=COMPLETION[1]).status_code == 200
+        job.client.draining = True
+        assert http.get("/health").json()["status"] == "draining"
+        assert (
+            "shutting down"
+            in error_of(http.post("/v1/completions", json=COMPLETION[1]), 503)["message"]
+        )
+
+
+def test_health_tells_a_stalled_lockstep(folder: Path) -> None:
+    with Rehearsal(folder, lockstep_timeout=0.3) as job:
+        http = httpx.Client(base_url=job.url)
+        wait_for(lambda: http.get("/health").status_code == 503)
+        health = http.get("/health").json()
+        assert health["status"] == "stalled" and "rank 0" in health["reason"]
+        assert "moeserve_lockstep_stalled 1.0" in http.get("/metrics").text
+        http.post("/v1/completions", json=COMPLETION[1])  # a step ends
+        assert http.get("/health").json()["status"] == "ready"
