@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 
 from launch.settings import OFFLINE, SERVING, Given, with_settings
-from moeserve.errors import ConfigError, MoeserveError
 
 app = typer.Typer(
     name="moeserve",
@@ -123,13 +122,14 @@ def main() -> None:
     """Run the command line; typed errors become lines on stderr and an exit code."""
     try:
         app()
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"moeserve: {problem}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except MoeserveError as error:
-        print(f"moeserve: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output left (`moeserve ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        from launch.failure import exit_code_of, is_typed
+
+        if not is_typed(error):
+            raise
+        for line in str(error).splitlines():
+            print(f"moeserve: {line}", file=sys.stderr)
+        sys.exit(exit_code_of(error))

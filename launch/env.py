@@ -92,8 +92,9 @@ class RankEnv:
 
     @classmethod
     def alone(cls) -> RankEnv:
-        """The only rank of a job of one, in this very process."""
-        return cls(0, 1, 0, 1, "", 0)
+        """The only rank of a job of one, in this very process: OMP_NUM_THREADS is the user's."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        return cls(0, 1, 0, 1, "", 0, threads=int(threads) if threads.isdecimal() else None)
 
 
 def usable_cores() -> int:
@@ -115,3 +116,13 @@ def threads_per_rank(configured: int | None, env: RankEnv) -> int:
     hands a user's own value on as MOESERVE_THREADS.
     """
     return configured or env.threads or max(1, usable_cores() // env.local_size)
+
+
+def use_threads(configured: int | None, env: RankEnv) -> int:
+    """Set what this process computes with, before torch and the kernels look -> the number."""
+    threads = threads_per_rank(configured, env)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    return threads

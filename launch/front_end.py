@@ -120,7 +120,7 @@ def main() -> None:
     die_with_parent(int(sys.argv.pop(1)))
     from moeserve.frontend import main as front_end_main
 
-    front_end_main()
+    sys.exit(front_end_main())
 
 
 if __name__ == "__main__":

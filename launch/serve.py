@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launch.env import RankEnv
+from launch.failure import Failure
 from launch.settings import Given
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, RankDied
@@ -23,25 +24,29 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     env = RankEnv.read(os.environ)
     config = given.resolve()
     if env is not None:
-        if config.parallel.ep == 1 and "ep" not in config.parallel.model_fields_set:
-            parallel = config.parallel.model_copy(update={"ep": env.size})
-            config = config.model_copy(update={"parallel": parallel})
-        from launch.rank import run
+        from launch.rank import check_size
+        from launch.serving_rank import ServingRank
 
-        run(config, replace(env, front_end=front_end or env.front_end))
+        env = replace(env, front_end=front_end or env.front_end)
+        rank = ServingRank(check_size(config, env), env)
+        rank.run(rank.serve)
         return
     if front_end is None:
         check_port(config)
     from launch.job import run_job
 
-    failure = run_job(config.parallel.ep, arguments, front_end)
+    report_end(run_job(config.parallel.ep, arguments, front_end), config.parallel.ep)
+    print("moeserve: stopped", file=sys.stderr)
+
+
+def report_end(failure: Failure | None, num_ranks: int) -> None:
+    """Say how a job failed, if it did, and leave with its exit code."""
     if failure is None:
-        print("moeserve: stopped", file=sys.stderr)
         return
     print(failure.details, end="", file=sys.stderr)
     if failure.exit_code < 0 and failure.rank >= 0:
         raise RankDied(failure.rank, failure.reason)
-    who = f"rank {failure.rank}: " if config.parallel.ep > 1 and failure.rank >= 0 else ""
+    who = f"rank {failure.rank}: " if num_ranks > 1 and failure.rank >= 0 else ""
     for line in failure.reason.splitlines():
         print(f"moeserve: {who}{line}", file=sys.stderr)
     raise SystemExit(failure.exit_code)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -77,12 +77,14 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        on_text: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts (texts or token ids; one or many) -> outputs in the same order.
 
         sampling: for all, or one each. n continuations of each prompt stand next to each other;
         with a seed, continuation i has seed + i. InvalidRequest names what cannot be served, before
         anything runs. A single request that fails later has finish_reason "error".
+        on_text(index of the output, new text) hears of text as it comes.
         """
         listed = _as_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -103,7 +105,12 @@ class LLM:
         by_id = {run.request.request_id: run for run in runs}
 
         def deliver(output: TokenOutput) -> bool:
-            return by_id[output.request_id].take(output)
+            run = by_id[output.request_id]
+            told = len(run.output.text)
+            more = run.take(output)
+            if on_text is not None and len(run.output.text) > told:
+                on_text(runs.index(run), run.output.text[told:])
+            return more
 
         self._backend.run([run.request for run in runs], deliver)
         return [run.output for run in runs]

@@ -1,0 +1,283 @@
+"""`moeserve bench`: decode and prefill speed of a checkpoint, and where a step's time goes.
+
+Drives the engine itself, without HTTP. With --ep N, N ranks do the same in lockstep and rank 0
+reports. Knows the engine's step and its parts; what is measured is in each row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.env import RankEnv, usable_cores
+from launch.settings import Given
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ep.group import EPGroup
+    from moeserve.config import ServeConfig
+    from moeserve.engine import Engine
+
+PARTS = ("attention", "gate", "dispatch", "experts", "combine", "other", "sampling", "host")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, over all ranks. parts: milliseconds of a step on rank 0."""
+
+    what: str  # decode | prefill
+    batch: int
+    prompt_length: int
+    output_length: int
+    tokens_per_second: float
+    step_ms: float
+    steps: int
+    parts: dict[str, float]
+    runs: list[float]  # tokens/s of each; what is shown is the median run
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The command's flags. batch: sequences at once over all ranks, comma-separated."""
+
+    batch: str
+    prompt_length: int
+    output_length: int
+    prefill_length: int
+    repeat: int
+
+    def run(self, given: Given) -> None:
+        env = RankEnv.read(os.environ)
+        config = given.resolve()
+        batches = self._batches()
+        if env is None and config.parallel.ep > 1:
+            from launch.job import run_job
+            from launch.serve import report_end
+
+            report_end(run_job(config.parallel.ep, sys.argv[1:]), config.parallel.ep)
+            return
+        from launch.rank import RankProcess, check_size, run_alone
+
+        config = check_size(config, env or RankEnv.alone())
+        config = self._with_room(config, max(batches))
+        if env is None:
+            run_alone(config, lambda group: self._measure(config, group, batches))
+        else:
+            rank = RankProcess(config, env)
+            rank.run(lambda job: self._measure(config, job.group, batches))
+
+    def _batches(self) -> list[int]:
+        sizes = [int(x) if x.strip().isdecimal() else 0 for x in self.batch.split(",")]
+        if min(sizes) < 1:
+            raise ConfigError([f"batch={self.batch!r}: must be numbers >= 1, such as 1,8,32"])
+        return sizes
+
+    def _with_room(self, config: ServeConfig, batch: int) -> ServeConfig:
+        """Grow what was not set, so that the largest batch runs at once; refuse what is small."""
+        here = -(-batch // config.parallel.ep)
+        tokens = self.prompt_length + self.output_length
+        block = config.cache.block_size
+        room = here * (tokens + block) + self.prefill_length + block
+        needs = {
+            ("schedule", "max_num_sequences"): here,
+            ("schedule", "token_budget"): here,
+            ("schedule", "max_model_len"): max(tokens, self.prefill_length + 1),
+            ("cache", "kv_tokens"): room,
+        }
+        problems = []
+        for (section, field), need in needs.items():
+            part = getattr(config, section)
+            value = getattr(part, field)
+            if field in part.model_fields_set and value < need:
+                problems.append(f"{section}.{field}={value}: this benchmark needs {need}")
+            elif field == "kv_tokens" and part.kv_memory is not None:
+                continue
+            elif value is None or value < need:
+                if field == "max_model_len":
+                    continue  # the model's own; build_engine checks against it
+                part = part.model_copy(update={field: need})
+                config = config.model_copy(update={section: part})
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    # ---- on a rank ----------------------------------------------------------------------------
+
+    def _measure(self, config: ServeConfig, group: EPGroup, batches: Sequence[int]) -> None:
+        import torch
+
+        from launch.rank import build_and_show
+
+        engine = build_and_show(config, group)
+        limit = engine.scheduler.limits.max_model_len
+        if max(self.prompt_length + self.output_length, self.prefill_length + 1) > limit:
+            raise ConfigError(
+                [f"the longest sequence here is {limit} tokens: choose shorter lengths"]
+            )
+        timed = _TimedEngine(engine)
+        timed.run(2 * group.size, min(self.prompt_length, 16), 4)  # first touches are not counted
+        rows = []
+        for batch in batches:
+            runs = [
+                timed.run(batch, self.prompt_length, self.output_length) for _ in range(self.repeat)
+            ]
+            rows.append(_median("decode", batch, self.prompt_length, self.output_length, runs))
+        if self.prefill_length:
+            runs = [timed.run(group.size, self.prefill_length, 1) for _ in range(self.repeat)]
+            rows.append(_median("prefill", group.size, self.prefill_length, 1, runs))
+        engine.close()
+        if group.rank == 0:
+            show(rows, config, engine.info, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class _Run:
+    tokens_per_second: float
+    step_seconds: float
+    steps: int
+    parts: dict[str, float]  # seconds, all steps
+
+
+class _TimedEngine:
+    """Steps an engine through a batch and keeps the times of its parts."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.recorder is not None
+        self._engine, self._seconds = engine, engine.recorder.seconds
+        self._random = random.Random(engine.group.rank)
+        self._number = 0
+        engine.runner.choose = _timed(engine.runner.choose, self._seconds, "sampling")  # type: ignore[method-assign]
+        engine.runner.forward = _timed(engine.runner.forward, self._seconds, "forward")  # type: ignore[method-assign]
+
+    def run(self, batch: int, prompt_length: int, output_length: int) -> _Run:
+        """One batch from prompts to the last token, dealt over the ranks; collective.
+
+        output_length 1 counts prompt tokens of all steps (prefill); else output tokens of the steps
+        in which every sequence of rank 0 decodes.
+        """
+        from moeserve.lockstep import gather_objects
+
+        engine, group = self._engine, self._engine.group
+        engine.reset_prefix_cache()
+        waiting = {
+            self._submit(prompt_length, output_length) for _ in range(group.rank, batch, ranks)
+        }
+        ended = False
+        clock = time.perf_counter()
+        times, tokens, parts = [], [], []
+        counted = []  # whether every sequence of this rank decodes in the step
+        while True:
+            before = dict(self._seconds)
+            counted.append(not waiting and not ended)
+            outputs = engine.step()
+            now = time.perf_counter()
+            if engine.idle and not outputs:
+                counted.pop()
+                break
+            times.append(now - clock)
+            clock = now
+            tokens.append(sum(len(o.token_ids) for o in outputs))
+            parts.append({k: v - before.get(k, 0.0) for k, v in self._seconds.items()})
+            waiting -= {o.request_id for o in outputs}
+            ended = ended or any(o.finish_reason is not None for o in outputs)
+        everywhere = gather_objects(group, tokens)
+        prefill = output_length == 1
+        first = gather_objects(group, counted)[0]  # rank 0 holds as many sequences as any
+        chosen = [i for i in range(len(times)) if prefill or first[i]]
+        seconds = sum(times[i] for i in chosen)
+        made = sum(t[i] for t in everywhere for i in chosen)
+        if prefill:
+            made = batch * prompt_length
+        whole = {k: sum(parts[i].get(k, 0.0) for i in chosen) for k in self._seconds}
+        forward = whole.pop("forward", 0.0)
+        whole["host"] = max(seconds - forward - whole.get("sampling", 0.0), 0.0)
+        return _Run(made / seconds, seconds / len(chosen), len(chosen), whole)
+
+    def _submit(self, prompt_length: int, output_length: int) -> str:
+        from moeserve.request import Request, SamplingParams
+
+        self._number += 1
+        name = f"bench-{self._engine.group.rank}-{self._number}"
+        top = self._engine.scheduler.limits.vocab_size
+        assert top is not None, "build_engine knows the vocabulary"
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_length, ignore_eos=True)
+        prompt = tuple(self._random.randrange(top) for _ in range(prompt_length))
+        self._engine.add_request(
+            Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+        )
+        return name
+
+
+def _timed(call: Any, seconds: dict[str, float], name: str) -> Any:
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+
+    return timed
+
+
+def _median(what: str, batch: int, prompt_length: int, output_length: int, runs: list[_Run]) -> Row:
+    middle = sorted(runs, key=lambda r: r.tokens_per_second)[len(runs) // 2]
+    parts = {p: middle.parts.get(p, 0.0) / middle.steps * 1e3 for p in PARTS}
+    return Row(
+        what,
+        batch,
+        prompt_length,
+        output_length,
+        middle.tokens_per_second,
+        middle.step_seconds * 1e3,
+        middle.steps,
+        parts,
+        [run.tokens_per_second for run in runs],
+    )
+
+
+def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads: int) -> None:
+    """The table on stdout, then one line of JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    name = config.model.checkpoint.resolve().name
+    title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {threads} threads a rank"
+    table = Table(title=title, caption="ms of a step on rank 0")
+    for column in ("what", "batch", "tokens", "tokens/s", "step", *PARTS):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        lengths = f"{row.prompt_length}+{row.output_length}"
+        numbers = [f"{row.parts[p]:.2f}" for p in PARTS]
+        speed = f"{row.tokens_per_second:.1f}"
+        table.add_row(row.what, str(row.batch), lengths, speed, f"{row.step_ms:.2f}", *numbers)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # a table in a file is not cut to a terminal's width
+    console.print(table)
+    result = {
+        "checkpoint": name,
+        "ep": config.parallel.ep,
+        "threads": threads,
+        "cores": usable_cores(),
+        "cpu": cpu_name(),
+        "info": {k: v for k, v in info.items() if k not in ("notes", "kv_plan")},
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(result, default=str), flush=True)
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next(
+        (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "unknown"
+    )

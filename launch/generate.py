@@ -1,0 +1,160 @@
+"""`moeserve generate`: continue prompts without a server, as streamed text or one JSON object.
+
+Knows where prompts come from and how answers are printed. What answers is `moeserve.llm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.env import RankEnv, use_threads
+from launch.settings import OFFLINE, Given
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moeserve.config import ServeConfig
+    from moeserve.llm import LLM, RequestOutput
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to continue and how; fields are the command's flags."""
+
+    prompts: tuple[str, ...]
+    prompt_file: Path | None
+    chat: bool
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    as_json: bool
+
+
+def generate(given: Given, ask: Ask) -> None:
+    """Run the command. ConfigError, InvalidRequest: what cannot be asked, before anything runs."""
+    if RankEnv.read(os.environ) is not None:
+        raise ConfigError(["generate starts its own ranks (--ep): run it without torchrun"])
+    config = given.resolve()
+    prompts = read_prompts(ask)
+    env = RankEnv.alone()
+    if config.parallel.ep == 1:
+        use_threads(config.engine.threads, env)
+    from moeserve.llm import LLM
+    from moeserve.request import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        top_k=ask.top_k,
+        max_tokens=ask.max_tokens,
+        stop=ask.stop,
+        ignore_eos=ask.ignore_eos,
+    )
+    checkpoint = config.model.checkpoint
+    with LLM(checkpoint, ep=config.parallel.ep, **flat_settings(config)) as llm:
+        asked = [_as_chat(llm, config, p) for p in prompts] if ask.chat else list(prompts)
+        began = time.perf_counter()
+        streams = not ask.as_json and len(prompts) == 1  # several would mix
+        show = _show if streams else None
+        outputs = llm.generate(asked, sampling, on_text=show)
+        seconds = time.perf_counter() - began
+    if ask.as_json:
+        print(json.dumps(report(config, prompts, outputs, seconds), ensure_ascii=False))
+    else:
+        if not streams:
+            for prompt, output in zip(prompts, outputs, strict=True):
+                print(f"--- {prompt.strip()[:70]!r}\n{output.text}")
+        print(flush=True)
+        tokens = sum(len(o.token_ids) for o in outputs)
+        print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    for output in outputs:
+        if output.error is not None:
+            print(f"moeserve: {output.error}", file=sys.stderr)
+    if any(output.error is not None for output in outputs):
+        raise SystemExit(1)
+
+
+def _show(index: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def read_prompts(ask: Ask) -> list[str]:
+    """All prompts, from flags, a file, and standard input when nothing else is given."""
+    prompts = list(ask.prompts)
+    from_stdin = str(ask.prompt_file) == "-" or (not prompts and ask.prompt_file is None)
+    if from_stdin:
+        if sys.stdin.isatty():
+            print("prompt (end with Ctrl-D):", file=sys.stderr)
+        prompts.append(sys.stdin.read().removesuffix("\n"))
+    elif ask.prompt_file is not None:
+        try:
+            prompts.append(ask.prompt_file.read_text().removesuffix("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"prompt_file={str(ask.prompt_file)!r}: {error}"]) from None
+    return prompts
+
+
+def flat_settings(config: ServeConfig) -> dict[str, Any]:
+    """The settings that were given, by their own names, as `LLM` takes them."""
+    settings: dict[str, Any] = {}
+    for section in OFFLINE:
+        settings |= getattr(config, section).model_dump(exclude_unset=True)
+    return {k: v for k, v in settings.items() if k not in ("checkpoint", "ep")}
+
+
+def report(
+    config: ServeConfig, prompts: list[str], outputs: list[RequestOutput], seconds: float
+) -> dict[str, Any]:
+    """The JSON object: `outputs` in order; with one prompt its fields stand on top as well."""
+    entries = [_entry(p, o) for p, o in zip(prompts, outputs, strict=True)]
+    tokens = sum(len(o.token_ids) for o in outputs)
+    whole = {
+        "total_seconds": seconds,
+        "output_tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+    first = entries[0] if len(entries) == 1 else {"timing": whole}
+    name = config.model.served_name or config.model.checkpoint.resolve().name
+    return {"model": name, "ep": config.parallel.ep, **first, "outputs": entries, "overall": whole}
+
+
+def _entry(prompt: str, output: RequestOutput) -> dict[str, Any]:
+    later = len(output.token_ids) - 1
+    decode_seconds = output.total_seconds - output.first_token_seconds
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(output.token_ids),
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "error": output.error,
+        "num_cached_tokens": output.num_cached_tokens,
+        "timing": {
+            "ttft": output.first_token_seconds,
+            "total": output.total_seconds,
+            "tokens_per_second": len(output.token_ids) / max(output.total_seconds, 1e-9),
+            "decode_tokens_per_second": later / decode_seconds if later > 0 else None,
+        },
+    }
+
+
+def _as_chat(llm: LLM, config: ServeConfig, prompt: str) -> list[int]:
+    from moeserve.chat import load_chat_template
+
+    if llm.tokenizer is None:
+        raise ConfigError(["chat: this checkpoint has no tokenizer"])
+    template = load_chat_template(
+        config.model.checkpoint, llm.tokenizer, config.model.chat_template
+    )
+    if template is None:
+        raise ConfigError(["chat: this checkpoint has no chat template; give --chat-template"])
+    text = template.render([{"role": "user", "content": prompt}])
+    return llm.tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,103 @@
+"""A rank that serves: on rank 0 the front end beside it, on every rank the engine's loop.
+
+Knows the order of starting and who hears of a stop: a signal to any rank reaches rank 0, which has
+the front end drain; the front end stops all ranks. What runs is `moeserve.rank_loop`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from launch.env import RankEnv
+from launch.failure import LOST_PEER, describe_exit
+from launch.front_end import FrontEndProcess
+from launch.rank import PEER_LOSS_SECONDS, RankProcess, build_and_show
+from moeserve.config import ServeConfig
+from moeserve.errors import MoeserveError, RankDied
+
+if TYPE_CHECKING:
+    from launch.groups import Job
+
+# The front end waits for every rank's Stopped and then ends; this is what it may take to do so.
+FRONT_END_EXIT_SECONDS = 15.0
+WATCH_SECONDS = 0.2
+READY, STOP = "ready", "stop"  # what ranks say to each other through the store
+
+
+class ServingRank(RankProcess):
+    def __init__(self, config: ServeConfig, env: RankEnv) -> None:
+        super().__init__(config, env)
+        self.front_end: FrontEndProcess | None = None
+
+    def serve(self, job: Job) -> None:
+        from launch.groups import reachable_host
+        from moeserve.rank_loop import run_rank
+
+        if self.env.rank == 0 and self.env.front_end is None:
+            self._start_front_end(job, reachable_host(self.env))
+        address = self.env.front_end or job.share(
+            "front_end", self.front_end.address if self.front_end else None
+        )
+        if not address:
+            os._exit(LOST_PEER)
+        if self.env.front_end is None:
+            self.stopping.drain = self.drain
+        run_rank(self.config, job.group, address, builder=build_and_show)
+
+    def finish(self) -> None:
+        if self.front_end is not None:
+            self.stopping.asked.set()
+            code = self.front_end.wait(FRONT_END_EXIT_SECONDS)
+            if code:
+                raise MoeserveError(f"the front end died: {describe_exit(code)}")
+            self.front_end.kill()
+
+    def let_go(self, seconds: float) -> None:
+        if self.front_end is not None:
+            self.front_end.wait(seconds)  # it ends its streams with an honest error
+            self.front_end.kill()
+
+    def drain(self) -> None:
+        """Rank 0 hears of it, and has the front end drain and stop all ranks."""
+        assert self.job is not None
+        if not self.job.said(READY):
+            self.leave()  # nothing is being served yet
+        elif self.front_end is not None:
+            self.front_end.stop()
+        else:
+            self.job.say(STOP)
+
+    # ---- the front end, on rank 0 -------------------------------------------------------------
+
+    def _start_front_end(self, job: Job, host: str) -> None:
+        try:
+            self.front_end = FrontEndProcess(self.config, self.env.size, host, self._on_ready)
+        except MoeserveError:
+            job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
+            raise
+        print(f"HTTP on {self.front_end.url} (loading)", file=sys.stderr, flush=True)
+        Thread(target=self._watch_front_end, name="front-end-watch", daemon=True).start()
+
+    def _on_ready(self, url: str) -> None:
+        assert self.job is not None
+        self.job.say(READY)
+        print(f"ready: {url}", file=sys.stderr, flush=True)
+
+    def _watch_front_end(self) -> None:
+        # Its end while requests may still come ends the job. 0 is a drained stop, of which the
+        # ranks hear as messages; 3 says that a rank died: that rank's launcher says it better.
+        assert self.front_end is not None and self.job is not None
+        while self.front_end.poll() is None:
+            time.sleep(WATCH_SECONDS)
+            if self.job.said(STOP) and not self.stopping.asked.is_set():
+                self.stopping.asked.set()
+                self.front_end.stop()
+        code = self.front_end.poll()
+        if not code or self.stopping.asked.is_set():
+            return
+        time.sleep(PEER_LOSS_SECONDS if code == RankDied.exit_code else 0)
+        self.fail(MoeserveError(f"the front end died: {describe_exit(code)}"))
