@@ -24,7 +24,8 @@ As a command, for a launcher that starts processes and not functions:
     python -m moeserve.frontend --config CONFIG.json --num-ranks N --bind-host H [--announce-fd FD]
 
 CONFIG.json is `ServeConfig.model_dump_json()`. Each announcement is one line of JSON on FD (default
-1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...}; exit codes are as above.
+1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...}; wrong settings are
+announced as "failed" too (one problem a line). Exit codes are as above.
 """
 
 from __future__ import annotations
@@ -221,7 +222,10 @@ def main() -> int:
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
 
+    told: set[str] = set()
+
     def announce(what: str, value: str) -> None:
+        told.add(what)
         line = json.dumps({"what": what, "value": value}) + "\n"
         with contextlib.suppress(BrokenPipeError):  # nobody listens any more: not our end
             os.write(options.announce_fd, line.encode())
@@ -231,7 +235,10 @@ def main() -> int:
             config, num_ranks=options.num_ranks, bind_host=options.bind_host, announce=announce
         )
     except MoeserveError as error:
-        print(f"moeserve front end: {error}", file=sys.stderr)
+        if "failed" not in told:
+            announce("failed", str(error))
+        if options.announce_fd <= 2:  # else whoever listens says it
+            print(f"moeserve front end: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
