@@ -166,9 +166,8 @@ class _TimedEngine:
 
         engine, group = self._engine, self._engine.group
         engine.reset_prefix_cache()
-        waiting = {
-            self._submit(prompt_length, output_length) for _ in range(group.rank, batch, ranks)
-        }
+        mine = range(group.rank, batch, group.size)
+        waiting = {self._submit(prompt_length, output_length) for _ in mine}
         ended = False
         clock = time.perf_counter()
         times, tokens, parts = [], [], []
