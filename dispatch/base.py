@@ -93,8 +93,8 @@ class Handle(Protocol):
 class DispatchStats:
     """Running totals for metrics and load recording (reset by the reader)."""
 
-    rows_sent_to_rank: list[int] = field(default_factory=list)  # [R] rows (tokens), last step
-    bytes_sent: int = 0  # payload of both all-to-alls, without this rank's own share
+    rows_sent_to_rank: list[int] = field(default_factory=list)  # [R] rows, last dispatch
+    bytes_sent: int = 0  # all that was sent to other ranks: counts, rows, padding, results
     calls: int = 0
 
 

@@ -113,19 +113,8 @@ class CollectiveDispatcher:
 
     @staticmethod
     def plan(group: EPGroup, config: DispatchConfig) -> int:
-        """Nothing is held between calls. Largest transient bytes of one layer: see `peak_bytes`."""
+        """Nothing: buffers are made for each layer and freed when it has come home."""
         return 0
-
-    def peak_bytes(self) -> int:
-        """The most that one layer in flight can hold: every token of every rank comes here with
-        all its picks."""
-        config, size = self.config, self.group.size
-        tokens, width = config.max_tokens_per_rank, min(config.top_k, size)
-        value = config.hidden_size * config.dtype.itemsize
-        back = config.top_k if self.combine_form is CombineForm.PAIRS else 1
-        send = tokens * width * self.row_format.row_bytes
-        receive = size * tokens * (self.row_format.row_bytes + value)
-        return send + receive + (size + 1) * tokens * min(back, self.num_local_experts) * value
 
     # -- there -----------------------------------------------------------------------------
 

@@ -25,7 +25,14 @@ from dispatch.base import (
     Received,
 )
 from dispatch.combine import CombinePairs
-from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, pair_index
+from dispatch.handles import (
+    HandleState,
+    TokenHandle,
+    check_inputs,
+    check_outputs,
+    check_slots,
+    pair_index,
+)
 
 
 class LocalDispatcher:
@@ -78,6 +85,8 @@ class LocalDispatcher:
         handle.state = HandleState.RECEIVED
         flat = handle.slots.reshape(-1)
         counts = torch.bincount(flat + 1, minlength=self.config.num_physical_experts + 1)[1:]
+        if counts.shape[0] != self.config.num_physical_experts:  # free, where a range check is not
+            check_slots(self.config, handle.slots)
         self.stats.calls += 1
         self.stats.rows_sent_to_rank = [handle.x.shape[0]]
         weights = torch.where(handle.slots >= 0, handle.weights, 0.0)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dispatch.collective
 from dispatch import create_dispatcher
@@ -132,6 +134,34 @@ def test_equals_the_slow_twin(
 
     for rank, found in enumerate(world(num_ranks, body)):
         assert found == [[]] * 3 * len(cases), f"rank {rank}"
+
+
+@given(st.data())
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_work_equals_the_slow_twin(world: World, data: st.DataObject) -> None:
+    num_ranks = data.draw(st.sampled_from([2, 3, 4, 8]))
+    experts, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 10**6))
+    redundant = -experts % num_ranks + num_ranks * data.draw(st.integers(0, 3))
+    placement = random_placement(experts, num_ranks, redundant, seed)
+    top_k = data.draw(st.integers(1, min(4, experts)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    config = config_for(placement, dtype, hidden=data.draw(st.integers(1, 9)), top_k=top_k)
+    tokens = data.draw(st.lists(st.integers(0, 6), min_size=num_ranks, max_size=num_ranks))
+    masked = data.draw(st.sampled_from([0.0, 0.3, 0.9]))
+    to_rank = data.draw(st.none() | st.integers(0, num_ranks - 1))
+    bound = data.draw(st.none() | st.integers(max(tokens), max(tokens) + 3))
+    form = data.draw(st.sampled_from(list(CombineForm)))
+    case = make_case(config, placement, tokens, seed, masked=masked, to_rank=to_rank)
+    wanted = expected(case, form)
+
+    def body(group: EPGroup) -> list[str]:
+        d = CollectiveDispatcher(group, config, combine_form=form)
+        d.set_step_bound(bound)
+        return differences(d, case, group.rank, wanted=wanted)
+
+    assert world(num_ranks, body) == [[]] * num_ranks
 
 
 @pytest.mark.parametrize("form", list(CombineForm))

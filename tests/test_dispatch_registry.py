@@ -62,6 +62,8 @@ def test_local_refuses_what_does_not_fit() -> None:
     slots = torch.tensor([[0, 1], [2, -1], [-1, -1]], dtype=torch.int32)
     with pytest.raises(DispatchError, match="x: torch.float64"):
         d.dispatch_start(x.double(), slots, weights)
+    with pytest.raises(DispatchError, match=r"slots: -1..6; valid are -1 \(masked\) and 0..5"):
+        d.dispatch_finish(d.dispatch_start(x, torch.where(slots == 2, 6, slots), weights))
     handle = d.dispatch_start(x, slots, weights)
     with pytest.raises(HandleError):
         d.combine_finish(handle)
