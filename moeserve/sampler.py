@@ -325,7 +325,7 @@ def sample_slowly(logits: Tensor, sequence: Sequence) -> tuple[int, TokenLogprob
     for token, bias in sampling.logit_bias.items():
         row[token] = row[token] + torch.tensor(bias)
     if len(output) < sampling.min_tokens:
-        for token in sequence.stop_ids:
+        for token in sequence.stop_ids & set(range(vocab)):
             row[token] = float("-inf")
 
     if sampling.temperature < GREEDY_BELOW:

@@ -1,0 +1,218 @@
+"""The sampler against its slow twin, row by row and in any company."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve import sampler
+from moeserve.request import Request, SamplingParams
+from moeserve.sampler import broken_rows, sample, sample_slowly, token_logprobs, uniforms
+from moeserve.sequence import Sequence
+
+EOS = frozenset({3, 5})
+
+
+def sequence(
+    vocab: int, number: int = 0, /, prompt: int = 6, output: int = 5, **params: object
+) -> Sequence:
+    rng = random.Random(number)
+    request = Request(
+        request_id=f"r{number}",
+        prompt_token_ids=tuple(rng.randrange(vocab) for _ in range(prompt)),
+        sampling=SamplingParams(max_tokens=100, **params),  # type: ignore[arg-type]
+    )
+    made = Sequence(request, 0, 1000, EOS)
+    for _ in range(output):
+        made.append(rng.randrange(vocab))
+    return made
+
+
+def logits_for(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, vocab, generator=generator) * 3
+    x[:, ::7] = x[:, 1:2]  # ties, across any width
+    return x
+
+
+MENU: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 1e-9},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "seed": 11},
+    {"temperature": 3.0, "top_k": 1},
+    {"temperature": 0.9, "top_k": 5},
+    {"temperature": 0.9, "top_k": 300},
+    {"temperature": 1.1, "top_p": 0.5},
+    {"temperature": 1.1, "top_p": 0.999},
+    {"temperature": 1.5, "top_p": 1e-6},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 2.0, "min_p": 0.01, "top_p": 0.95, "top_k": 50},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 1.0, "repetition_penalty": 0.6, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": -0.25},
+    {"temperature": 0.0, "logit_bias": {4: 9.0, 9: -100.0, 0: -float("inf")}},
+    {"temperature": 1.0, "min_tokens": 50, "stop_token_ids": (1, 2), "logit_bias": {1: 50.0}},
+    {"temperature": 0.0, "min_tokens": 50, "ignore_eos": True, "logit_bias": {3: 50.0}},
+    {"temperature": 0.0, "min_tokens": 5, "logit_bias": {3: 50.0}},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 4, "repetition_penalty": 1.3},
+    {"temperature": 0.6, "logprobs": 20, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("vocab", [12, 700])
+def test_batched_sampling_is_the_slow_twin_row_by_row(vocab: int) -> None:
+    rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 3)]
+    logits = logits_for(len(rows), vocab)
+    tokens, logprobs = sample(logits.clone(), rows)
+    for j, row in enumerate(rows):
+        token, entry = sample_slowly(logits[j], row)
+        assert tokens[j] == token, (j, row.sampling)
+        assert logprobs.get(j) == entry
+
+
+def test_company_changes_no_bit() -> None:
+    vocab = 700
+    rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 2)]
+    logits = logits_for(len(rows), vocab)
+    tokens, logprobs = sample(logits.clone(), rows)
+    rng = random.Random(1)
+    for size in (1, 1, 2, 3, 5, 17, len(rows)):
+        some = rng.sample(range(len(rows)), size)
+        got, entries = sample(logits[some].clone(), [rows[j] for j in some])
+        assert got == [tokens[j] for j in some]
+        for i, j in enumerate(some):
+            assert entries.get(i) == logprobs.get(j)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_row_is_summed_as_many_are(threads: int) -> None:
+    """A long row alone may tempt a library to split its sum over threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        logits = logits_for(6, 40_000)
+        rows = [sequence(40_000, i, logprobs=2, top_p=1.0 - 0.1 * (i % 2)) for i in range(6)]
+        tokens, logprobs = sample(logits.clone(), rows)
+        for j in range(6):
+            alone, entry = sample(logits[j : j + 1].clone(), [rows[j]])
+            assert alone == [tokens[j]] and entry[0] == logprobs[j]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+    for vocab in (5, 64, 4096):
+        logits = torch.zeros(3, vocab)
+        logits[1, vocab // 2 :] = 1.0
+        logits[2, -1] = 2.0
+        rows = [sequence(vocab, i, temperature=0.0) for i in range(3)]
+        assert sample(logits, rows)[0] == [0, vocab // 2, vocab - 1]
+
+
+def test_a_seed_and_a_position_make_the_draw() -> None:
+    vocab = 50
+    logits = logits_for(1, vocab) / 9
+    one = sequence(vocab, 1, temperature=1.5, seed=7)
+    token = sample(logits.clone(), [one])[0]
+    assert sample(logits.clone(), [one])[0] == token  # nothing was used up
+    one.preempted()
+    assert sample(logits.clone(), [one])[0] == token
+    drawn = set()
+    for _ in range(30):
+        one.append(0)
+        drawn.add(sample(logits.clone(), [one])[0][0])
+    assert len(drawn) > 5
+    unseeded = [sequence(vocab, i, temperature=1.5).seed for i in range(4)]
+    assert len(set(unseeded)) == 4
+    request = one.request
+    assert (
+        Sequence(request, 0, 9, engine_seed=1).seed == Sequence(request, 0, 9, engine_seed=2).seed
+    )
+
+
+def test_uniforms_are_uniform_and_below_one() -> None:
+    u = uniforms([5] * 4000 + list(range(4000)), list(range(4000)) + [3] * 4000)
+    assert u.min() >= 0 and u.max() < 1
+    for part in (u[:4000], u[4000:]):
+        counts = np.histogram(part, 20, (0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 50  # chi square, 19 degrees, p about 1e-4
+        assert abs(np.corrcoef(part[:-1], part[1:])[0, 1]) < 0.06
+    assert uniforms([2**64 - 1, 0], [0, 2**31]).shape == (2,)
+    # The numbers themselves are part of the promise "same seed, same tokens".
+    assert uniforms([0, 1], [0, 1]).tolist() == uniforms([1, 0], [1, 0]).tolist()[::-1]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    for params, target in (
+        ({"temperature": 1.0}, [0.5, 0.3, 0.15, 0.05]),
+        ({"temperature": 1.0, "top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.8}, [0.625, 0.375, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.81}, [0.526, 0.316, 0.158, 0]),
+        ({"temperature": 1.0, "min_p": 0.25}, [0.526, 0.316, 0.158, 0]),
+        ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]),
+    ):
+        rows = [sequence(4, i, seed=i, **params) for i in range(3000)]
+        tokens = sample(logits.repeat(3000, 1), rows)[0]
+        share = np.bincount(tokens, minlength=4) / 3000
+        assert np.abs(share - target).max() < 0.035, params
+
+
+def test_rank_agrees_with_the_order_of_the_alternatives() -> None:
+    logits = logits_for(4, 30)
+    ids = [0, 7, 14, 3]
+    for j, entry in enumerate(token_logprobs(logits, ids, [30] * 4)):
+        assert [t for t, _ in entry.top].index(ids[j]) == entry.rank - 1
+        assert dict(entry.top)[ids[j]] == entry.logprob
+        assert abs(sum(np.exp(v) for _, v in entry.top) - 1) < 1e-5
+    assert token_logprobs(logits[:0], [], []) == []
+    assert token_logprobs(logits, ids, [0] * 4)[1].top == ()
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    row = sequence(3, 1, temperature=0.0, logprobs=3, logit_bias={0: 50.0})
+    tokens, entries = sample(logits.clone(), [row])
+    assert tokens == [0]
+    assert entries[0].rank == 3
+    assert entries[0].logprob == pytest.approx(-2.4076, abs=1e-3)
+
+
+def test_masked_rows_and_ids_outside_the_vocabulary() -> None:
+    row = sequence(8, 1, temperature=0.0, min_tokens=50, stop_token_ids=(99,), repetition_penalty=2)
+    row.tokens[0] = 50  # a prompt token that has no logit
+    logits = torch.zeros(1, 8)
+    logits[0, 3] = 9.0
+    logits[0, 6] = 8.0
+    assert sample(logits.clone(), [row])[0] == [sample_slowly(logits[0], row)[0]]
+    assert sample(logits.clone(), [row])[0] != [3]
+
+
+def test_broken_rows_are_found() -> None:
+    logits = torch.zeros(5, 4)
+    logits[1, 2] = float("nan")
+    logits[2, 0] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, :3] = float("-inf")
+    assert broken_rows(logits) == [1, 2, 3]
+    assert broken_rows(logits[:1]) == [] and broken_rows(torch.zeros(0, 4)) == []
+
+
+def test_few_candidates_are_enough_or_the_row_is_sorted_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocab = 400
+    rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 4)]
+    logits = logits_for(len(rows), vocab, seed=5)
+    whole = sample(logits.clone(), rows)
+    for width in (1, 2, 7, 399):
+        monkeypatch.setattr(sampler, "FIRST_CANDIDATES", width)
+        assert sample(logits.clone(), rows) == whole
