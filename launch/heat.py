@@ -1,0 +1,44 @@
+"""A heat table for the terminal: counts as coloured cells. Knows numbers and rich; nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CELLS = " ▁▂▃▄▅▆▇█"
+# From cold to hot (xterm colours): told apart without colour by the height of the cell.
+COLOURS = (236, 18, 19, 26, 37, 71, 178, 208, 196)
+HOT = 3.0  # times the mean: the last step
+
+
+def level(count: int, mean: float) -> int:
+    """0 (none) to len(CELLS) - 1 (HOT times the mean, or more)."""
+    if count <= 0 or mean <= 0:
+        return 0
+    steps = len(CELLS) - 1
+    return max(1, min(steps, round(count / mean / HOT * steps)))
+
+
+def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int) -> Any:
+    """One line a row: a cell for each expert, a bar between ranks, and the fullest against the mean.
+
+    num_ranks: how many equal parts the columns are cut into (the trivial placement).
+    """
+    from rich.text import Text
+
+    text = Text()
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, counts in rows:
+        mean = sum(counts) / max(len(counts), 1)
+        text.append(f"  {name:<{width}} ")
+        per_rank = max(1, len(counts) // num_ranks)
+        wide = 2 if len(counts) <= 40 else 1
+        for i, count in enumerate(counts):
+            if i % per_rank == 0:
+                text.append("|", style="dim")
+            step = level(count, mean)
+            text.append(CELLS[step] * wide, style=f"color({COLOURS[step]}) on color(234)")
+        peak = max(counts, default=0) / mean if mean else 0.0
+        text.append("|", style="dim")
+        text.append(f" {peak:.1f}x\n")
+    text.rstrip()
+    return text
