@@ -57,7 +57,6 @@ class Choice:
         skip_special_tokens: bool,
         include_stop: bool,
         reasoning: ReasoningSplitter | None = None,
-        max_tokens: int | None = None,
     ) -> None:
         self.index, self.request_id = index, request_id
         keep = frozenset[int]()
@@ -75,7 +74,6 @@ class Choice:
         )
         self._include_stop = include_stop
         self._wants_logprobs = sampling.logprobs is not None
-        self._max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
         self._reasoning = reasoning
         self._waiting: list[TokenEntry] = []
         self._shown = 0  # characters of text shown, reasoning and its tags included
@@ -100,8 +98,6 @@ class Choice:
             self.prompt_logprobs = output.prompt_logprobs
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
-            if self.num_tokens == self._max_tokens:
-                break  # max_tokens=0: the engine made one token only to score the prompt
             self.num_tokens += 1
             delta.token_ids.append(token_id)
             if self._wants_logprobs:

@@ -85,6 +85,8 @@ def output(
 def echo(request: Request) -> Iterator[TokenOutput]:
     """The default script: the prompt's own tokens, over and over, up to max_tokens."""
     ids, count = request.prompt_token_ids, request.sampling.max_tokens
+    if count == 0:
+        yield output(request, (), FinishReason.LENGTH, first=True)
     for index in range(count):
         finish = FinishReason.LENGTH if index == count - 1 else None
         yield output(request, (ids[index % len(ids)],), finish, first=index == 0)
@@ -211,6 +213,7 @@ class Rehearsal:
         self.ranks: list[FakeRank] = []
         self.url = ""
         self.died: list[str] = []
+
         def make_rank(rank: int, address: str) -> FakeRank:
             return FakeRank(
                 rank, num_ranks, address, script=script, ready=ready, max_model_len=max_model_len

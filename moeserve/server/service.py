@@ -132,7 +132,7 @@ class Service:
             prompt_ids.append(ids)
         sampling = self.sampling(
             body,
-            max_tokens=max(1, body.max_tokens),
+            max_tokens=body.max_tokens,  # 0: the prompt is scored and nothing generated
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
@@ -140,7 +140,7 @@ class Service:
         for ids in prompt_ids:
             if len(ids) + sampling.max_tokens > limit:
                 raise ContextTooLong("prompt", len(ids), body.max_tokens, limit)
-        return self._job("cmpl-", body, prompt_ids, texts, sampling, None, body.max_tokens)
+        return self._job("cmpl-", body, prompt_ids, texts, sampling, None)
 
     async def chat_job(self, body: ChatBody) -> Job:
         body.check()
@@ -162,7 +162,7 @@ class Service:
         opened: bool | None = None
         if self.template is not None and self.template.uses_reasoning:
             opened = prompt_opens_reasoning(text)
-        return self._job("chatcmpl-", body, [ids], [text], sampling, opened, max_tokens)
+        return self._job("chatcmpl-", body, [ids], [text], sampling, opened)
 
     def render(
         self,
@@ -235,7 +235,6 @@ class Service:
         texts: list[str | None],
         sampling: SamplingParams,
         opened: bool | None,
-        max_tokens: int,
     ) -> Job:
         """opened: whether the prompt opens a reasoning part; None: reasoning is not split off."""
         job_id = prefix + uuid.uuid4().hex
@@ -263,7 +262,6 @@ class Service:
                     skip_special_tokens=body.skip_special_tokens,
                     include_stop=body.include_stop_str_in_output,
                     reasoning=None if opened is None else ReasoningSplitter(opened=opened),
-                    max_tokens=max_tokens,
                 )
                 requests.append(request)
                 choices.append(choice)

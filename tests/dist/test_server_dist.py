@@ -157,6 +157,36 @@ def test_a_dead_rank_ends_the_job_and_is_named(folder: Path) -> None:
         assert "rank 1 died" in front_end.announced("failed")
 
 
+def test_a_frozen_rank_is_dead_after_rank_timeout(folder: Path) -> None:
+    """Its host is silent, the connection stays open: only the heartbeat can tell."""
+    code = (
+        "import sys; from moeserve.server.rehearsal import FakeRank; "
+        "FakeRank(1, 2, sys.argv[1]); sys.stdin.read()"
+    )
+    config = ServeConfig.model_validate(
+        {"model": {"checkpoint": str(folder)}, "server": {"port": 0, "rank_timeout": 1.5}}
+    )
+    front_end = FrontEnd(config, folder, 2)
+    frozen = None
+    ranks = []
+    try:
+        address = front_end.announced("engine")
+        front_end.announced("http")
+        ranks.append(FakeRank(0, 2, address))
+        frozen = subprocess.Popen([sys.executable, "-c", code, address], stdin=subprocess.PIPE)
+        front_end.announced("ready")
+        frozen.send_signal(signal.SIGSTOP)
+        assert "rank 1 died" in front_end.announced("failed")
+        assert front_end.end()[0] == 3
+    finally:
+        front_end.close()
+        if frozen is not None:
+            frozen.kill()
+            frozen.communicate()
+        for rank in ranks:
+            rank.die()
+
+
 def test_stopping_while_ranks_load_does_not_wait_for_them(folder: Path) -> None:
     config = ServeConfig.model_validate(
         {"model": {"checkpoint": str(folder)}, "server": {"port": 0}}
