@@ -11,6 +11,7 @@ import pytest
 
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import SUPPORTED_FAMILIES, ConfigError, UnsupportedModel
+from models.deepseek.layout import expected_tensors
 from models.deepseek.random_families import FAMILIES, family_config
 from models.deepseek.rope import inverse_frequencies, yarn_range
 
@@ -113,6 +114,28 @@ def test_moonlight_and_glm_flash() -> None:
     assert DeepSeekConfig.from_hf(GLM_FLASH | {"head_dim": 192}) == glm
     layers = ["dense"] * 2 + ["sparse"] * 45
     assert DeepSeekConfig.from_hf(GLM_FLASH | {"mlp_layer_types": layers}).num_moe_layers == 45
+
+
+@pytest.mark.parametrize(
+    ("source", "main", "mtp"),
+    [
+        ("deepseek-ai--DeepSeek-V3.json", 671.03, 13.46),
+        ("moonshotai--Kimi-K2-Instruct.json", 1026.4, 0),
+        (V2_LITE, 15.71, 0),
+        (V2, 235.7, 0),
+        (MOONLIGHT, 15.96, 0),
+        (GLM_FLASH, 29.9, 1.27),
+    ],
+    ids=["V3", "Kimi-K2", "V2-Lite", "V2", "Moonlight", "GLM-4.7-Flash"],
+)
+def test_released_sizes(source: Any, main: float, mtp: float) -> None:
+    """Parameters in billions, as the releases count them: names and shapes are complete."""
+    c = DeepSeekConfig.from_hf(CONFIGS / source if isinstance(source, str) else source)
+    sizes = {True: 0, False: 0}
+    for tensor in expected_tensors(c).values():
+        sizes[tensor.layer >= c.num_hidden_layers] += math.prod(tensor.shape)
+    assert sizes[False] / 1e9 == pytest.approx(main, rel=2e-3)
+    assert sizes[True] / 1e9 == pytest.approx(mtp, rel=2e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -135,6 +135,26 @@ def test_reference_equals_transformers(
     assert float(logits.abs().max()) > 1  # a bound of 1e-4 means something
 
 
+@pytest.mark.parametrize("fp8", ["fp32", "pow2"])
+def test_fp8_equals_transformers(fp8: str, tmp_path: Path) -> None:
+    """Dims are multiples of 128: transformers cannot dequantise ragged blocks without a GPU."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    transformers.logging.set_verbosity_error()
+    dims = {"q_lora_rank": 128, "qk_rope_head_dim": 128, "num_nextn_predict_layers": 0}
+    config = family_config("v3", num_hidden_layers=2, **dims)
+    write_random_checkpoint(tmp_path, config, fp8=fp8, num_shards=2, tokenizer=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = random_tokens(40, seed=3)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    assert difference(logits, ReferenceModel(tmp_path).forward(tokens).logits) <= TOLERANCE
+    runner = OfflineRunner(load(tmp_path, create_kernels("torch").kernels), num_blocks=8)
+    assert difference(logits, runner.step({0: tokens}).logits[0]) <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_model_equals_reference(name: str, checkpoint: Any, expected: Any, kernels: Any) -> None:
     """A prompt in one step, then the same prompt in chunks with decode steps at its end."""

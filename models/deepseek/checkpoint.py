@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
 from models.deepseek.fp8 import scale_shape
@@ -65,7 +65,7 @@ def preflight(
     *,
     with_mtp: bool = True,
 ) -> LoadPlan:
-    """Check all headers; raises CheckpointError, or ValueError for a placement that does not fit.
+    """Check all headers; raises CheckpointError, or PlacementError if the placement does not fit.
 
     placement: rows are the MoE layers, then the MTP layers if they are loaded.
     """
@@ -95,18 +95,18 @@ def _check_placement(
 ) -> None:
     rows = config.num_placement_layers(with_mtp)
     if placement.num_layers != rows:
-        raise ValueError(
+        raise PlacementError(
             f"placement has {placement.num_layers} layers; this model needs {rows} "
             f"({config.num_moe_layers} MoE layers"
             + (f" + {config.num_mtp_layers} MTP layers)" if with_mtp else ", MTP not loaded)")
         )
     if placement.num_logical_experts != config.n_routed_experts:
-        raise ValueError(
+        raise PlacementError(
             f"placement has {placement.num_logical_experts} logical experts; "
             f"this model has {config.n_routed_experts}"
         )
     if not 0 <= rank < placement.num_ranks:
-        raise ValueError(f"rank {rank}: valid are 0..{placement.num_ranks - 1}")
+        raise PlacementError(f"rank {rank}: valid are 0..{placement.num_ranks - 1}")
 
 
 def _check_mtp_present(

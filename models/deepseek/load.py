@@ -12,7 +12,7 @@ import torch
 
 from dispatch.base import DispatchConfig, Dispatcher
 from ep.group import EPGroup
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import Kernels
@@ -44,8 +44,8 @@ def load_model(
     placement None: the trivial one, no redundant experts. progress(done bytes, total bytes, MB/s).
     with_mtp: load MTP layers if the config has any. max_tokens_per_rank: most tokens of one step,
     what the dispatcher's buffers are made for. The model's `weights.notes` say what was left out or
-    decided: print them once. Raises UnsupportedModel, ConfigError, CheckpointError; ValueError for
-    a dtype or a placement that does not fit.
+    decided: print them once. Raises UnsupportedModel, ConfigError, CheckpointError; PlacementError
+    for a placement that does not fit, ValueError for another dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: valid are {', '.join(map(str, DTYPES))}")
@@ -56,7 +56,7 @@ def load_model(
             config.num_placement_layers(with_mtp), config.n_routed_experts, group.size
         )
     if placement.num_ranks != group.size:
-        raise ValueError(
+        raise PlacementError(
             f"placement is for {placement.num_ranks} ranks, the group has {group.size}"
         )
     plan = preflight(checkpoint_dir, config, placement, group.rank, with_mtp=with_mtp)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dispatch.base import Dispatcher
 from dispatch.route import RoutingTable
-from ep.placement import ExpertPlacement
+from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import ExpertWeights, Kernels
 from models.deepseek.mla import Attention, AttentionPlan, naive_from, plan_attention
@@ -69,7 +69,7 @@ class DeepSeekModel:
         """Route by this placement from the next step on; the experts must have moved already."""
         rows = len(self.weights.moe_layers())
         if placement.num_layers != rows:
-            raise ValueError(f"placement has {placement.num_layers} layers, this model {rows}")
+            raise PlacementError(f"placement has {placement.num_layers} layers, this model {rows}")
         self.placement = placement
         self._routing = [RoutingTable.build(placement, row, self.device) for row in range(rows)]
 
