@@ -1,85 +1,33 @@
 """EngineClient: the front end's side of the wire, in one asyncio loop.
 
-Owns the ROUTER socket that all ranks connect to. Takes Requests, sends each to the rank the router
-picks, hands TokenOutputs back in order, aborts, drains, stops; notices within a second when a rank
-is gone and ends every stream with finish_reason "error". Knows token ids; knows nothing of text or
-HTTP. The offline LLM uses it too.
+Takes Requests, sends each to the rank the router picks, hands TokenOutputs back in order, aborts,
+drains, stops; when a rank is gone it says within a second which one, and ends every stream with
+finish_reason "error". Knows token ids; knows nothing of text, HTTP or sockets (`rank_link` has
+those). The offline LLM uses it too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
-import zmq
 
 from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
 from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
 from moeserve.fleet import Fleet
+from moeserve.rank_link import RankLink
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
+from moeserve.streams import Flight, OutputStream
 
 log = logging.getLogger("moeserve.client")
 
 _GRACE = 0.3  # seconds between the first sign of a death and the verdict: the cause may come second
-_MESSAGES_AT_ONCE = 256  # then other tasks of the loop get a turn
-
-
-@dataclass
-class Flight:
-    """A request on its way: where it runs and what has come back. Times are time.time()."""
-
-    request: Request
-    rank: int
-    stream: OutputStream
-    hashes: Sequence[int]
-    load: int
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    finish_reason: FinishReason | None = None
-
-
-class OutputStream:
-    """What comes back for one or several requests sent together, in order of arrival."""
-
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
-        self._client = client
-        self._open = {r.request_id for r in requests}
-        self._pending: deque[TokenOutput] = deque()
-        self._wakeup = asyncio.Event()
-
-    def put(self, output: TokenOutput) -> None:
-        self._pending.append(output)
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-        self._wakeup.set()
-
-    async def get(self) -> list[TokenOutput]:
-        """All outputs that wait now, at least one; an empty list once every request has ended."""
-        while not self._pending:
-            if not self._open:
-                return []
-            self._wakeup.clear()
-            await self._wakeup.wait()
-        outputs = list(self._pending)
-        self._pending.clear()
-        return outputs
-
-    def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all that still run. What was sent before can still be read."""
-        ids = self._open & {request_id} if request_id is not None else set(self._open)
-        self._open -= ids
-        self._client.abort(ids)
-        self._wakeup.set()
 
 
 class EngineClient:
@@ -115,42 +63,23 @@ class EngineClient:
         self._loads = [0] * num_ranks
         self._flights: dict[str, Flight] = {}
         self._finish_times: deque[float] = deque(maxlen=64)
-        self._ranks = {wire.rank_identity(rank): rank for rank in range(num_ranks)}
-        self._identities = list(self._ranks)
-        self._strangers: set[bytes] = set()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._verdict: asyncio.TimerHandle | None = None
-        self._tick: asyncio.TimerHandle | None = None
-        self._read_scheduled = False
         self._announced_ready = False
         self._stopping = False
-        self._closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a rank that is gone fails: the probe
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 500)
-        self._socket.set(zmq.HEARTBEAT_IVL, max(100, int(rank_timeout * 250)))
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(rank_timeout * 1000))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._link = RankLink(num_ranks, rank_timeout, self._received, self._unreachable)
 
     # ---- life ------------------------------------------------------------------------------
 
     def bind(self, host: str = "127.0.0.1") -> str:
         """Open the port that ranks connect to, on an address or name of this machine."""
-        address = socket.gethostbyname(host)
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
-        return f"tcp://{address}:{port}"
+        return self._link.bind(host)
 
     def start(self) -> None:
         """Begin to read; needs the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        self._read_monitor()
-        self._on_tick()
+        self._link.start(self._loop)
 
     async def wait_ready(self) -> None:
         """Return when every rank is Ready; RankDied if one is lost before."""
@@ -191,18 +120,9 @@ class EngineClient:
         return True
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_reader(self._monitor.fileno())
-        for timer in (self._tick, self._verdict):
-            if timer is not None:
-                timer.cancel()
-        self._socket.disable_monitor()
-        self._socket.close()
-        self._context.destroy(linger=500)
+        if self._verdict is not None:
+            self._verdict.cancel()
+        self._link.close()
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -237,7 +157,7 @@ class EngineClient:
             )
         if len(self._flights) + len(requests) > self.max_queue:
             raise self.queue_full(len(requests))
-        stream = OutputStream(self, requests)
+        stream = OutputStream(requests, self.abort)
         for request in requests:
             self._submit(request, stream)
         return stream
@@ -335,45 +255,11 @@ class EngineClient:
     # ---- the wire --------------------------------------------------------------------------
 
     def _send(self, rank: int, message: wire.ToRank) -> None:
-        if self._closed or self.fleet.ranks[rank].lost or self.fleet.ranks[rank].stage == "stopped":
-            return
-        try:
-            self._socket.send_multipart(
-                [self._identities[rank], wire.encode(message)], flags=zmq.NOBLOCK
-            )
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                # Never connected yet is no loss: such a rank is known to be absent.
-                if self.fleet.ranks[rank].stage != "absent":
-                    self._lost(rank, "its connection was lost (process ended or host unreachable)")
-            elif error.errno != zmq.EAGAIN:
-                raise
-        self._read_soon()  # the descriptor is edge-triggered: sending may have eaten the edge
+        state = self.fleet.ranks[rank]
+        if not state.lost and state.stage != "stopped":
+            self._link.send(rank, message)
 
-    def _read_soon(self) -> None:
-        if not self._read_scheduled and self._loop is not None and not self._closed:
-            self._read_scheduled = True
-            self._loop.call_soon(self._read)
-
-    def _read(self) -> None:
-        self._read_scheduled = False
-        if self._closed:
-            return
-        for _ in range(_MESSAGES_AT_ONCE):
-            try:
-                frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._received(frames[0], frames[-1])
-        self._read_soon()
-
-    def _received(self, identity: bytes, payload: bytes) -> None:
-        rank = self._ranks.get(identity)
-        if rank is None:
-            if identity not in self._strangers and len(self._strangers) < 16:
-                self._strangers.add(identity)
-                log.warning("ignored a peer that is no rank of this job: %r", identity[:64])
-            return
+    def _received(self, rank: int, payload: bytes) -> None:
         try:
             message = wire.decode_to_front_end(payload)
         except msgspec.MsgspecError as error:
@@ -423,29 +309,11 @@ class EngineClient:
 
     # ---- death -----------------------------------------------------------------------------
 
-    def _read_monitor(self) -> None:
-        if self._closed:
-            return
-        seen = False
-        while True:
-            try:
-                self._monitor.recv_multipart(flags=zmq.NOBLOCK)
-                seen = True
-            except zmq.Again:
-                break
-        if seen:
-            self._probe()
-            if self._loop is not None:  # the socket may learn of it a moment after its monitor
-                for delay in (0.02, 0.1, 0.5):
-                    self._loop.call_later(delay, self._probe)
-
-    def _probe(self) -> None:
-        """A Wake harms nobody, and cannot be sent to a rank that is no longer there."""
-        if not self._closed:
-            self._read()
-            for state in self.fleet.ranks:
-                if state.stage not in ("absent", "stopped") and state.lost is None:
-                    self._send(state.rank, wire.Wake())
+    def _unreachable(self, rank: int) -> None:
+        state = self.fleet.ranks[rank]
+        # Never connected yet is no loss: such a rank is known to be absent.
+        if state.stage not in ("absent", "stopped") and state.lost is None:
+            self._lost(rank, "its connection was lost (process ended or host unreachable)")
 
     def _lost(self, rank: int, reason: str) -> None:
         self.fleet.lost(rank, reason, by_itself=False)
@@ -464,14 +332,6 @@ class EngineClient:
             self._end_with_error(request_id, str(self.failed), abort=False)
         self._changed.set()
         self.on_rank_died(self.failed)
-
-    def _on_tick(self) -> None:
-        """Once a second, should an edge of the descriptors ever be missed."""
-        if self._closed or self._loop is None:
-            return
-        self._tick = self._loop.call_later(1.0, self._on_tick)
-        self._read()
-        self._read_monitor()
 
     async def _wait_change(self, seconds: float | None = None) -> None:
         self._changed.clear()

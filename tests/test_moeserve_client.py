@@ -173,7 +173,7 @@ def test_death_of_a_rank_ends_all_streams_and_names_it(way: str) -> None:
             case "fatal":
                 ranks[1].send(wire.Fatal(1, "out of memory"))
             case "unreadable":
-                client._received(wire.rank_identity(1), b"\xc1 no message")
+                client._link.take(wire.rank_identity(1), b"\xc1 no message")
             case "wrong size":
                 ranks[1].send(wire.Hello(1, 7, 0, "elsewhere"))
         for stream in streams:
@@ -290,7 +290,7 @@ def test_errors_of_single_requests_come_through() -> None:
 
 def test_peers_that_are_no_ranks_are_ignored() -> None:
     async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
-        client._received(b"rank-9", wire.encode(wire.Fatal(9, "boo")))
+        client._link.take(b"rank-9", wire.encode(wire.Fatal(9, "boo")))
         assert client.failed is None
         assert tokens(await collect(client, ask("a"))) == [5, 6, 7, 5]
 

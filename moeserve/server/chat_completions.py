@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from moeserve.client import OutputStream
 from moeserve.server.answer import Choice, Delta, TokenEntry, finite
 from moeserve.server.errors import error_body
 from moeserve.server.fields import ChatBody
 from moeserve.server.run import pairs, steps, whole
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import DONE, event
+from moeserve.streams import OutputStream
 
 
 class ChatWriter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from moeserve.client import OutputStream
 from moeserve.detokenize import Detokenizer
 from moeserve.server.answer import Choice, Delta, TokenEntry, finite
 from moeserve.server.errors import error_body
@@ -13,6 +12,7 @@ from moeserve.server.fields import CompletionBody
 from moeserve.server.run import pairs, steps, whole
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import DONE, event
+from moeserve.streams import OutputStream
 
 
 class CompletionWriter:

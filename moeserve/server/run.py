@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from moeserve.client import OutputStream
 from moeserve.errors import EngineFailed
 from moeserve.server.answer import Choice, Delta, TokenEntry
 from moeserve.server.service import Job
+from moeserve.streams import OutputStream
 
 
 async def steps(job: Job, stream: OutputStream) -> AsyncIterator[list[tuple[Choice, Delta]]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from moeserve.admission import check_request
 from moeserve.chat import ROLES, ChatTemplate, load_chat_template
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
@@ -252,6 +253,11 @@ class Service:
                     sampling=own,
                     arrival=now,
                     cache_salt=body.cache_salt,
+                )
+                check_request(
+                    request,
+                    max_model_len=self.client.fleet.max_model_len(),
+                    vocab_size=self.tokenizer.vocab_size,
                 )
                 choice = Choice(
                     len(choices),
