@@ -62,6 +62,14 @@ _MUST_BE = {
 }
 
 
+# Keys of neighbouring architectures: set to anything, they mean another model than the one built.
+_FOREIGN = (
+    "index_topk", "index_n_heads", "sliding_window", "swiglu_limit", "compress_ratios", "hc_mult",
+    "o_lora_rank", "num_hash_layers", "expert_dtype", "use_qk_norm", "zero_expert_num",
+    "mla_scale_q_lora", "mla_scale_kv_lora", "mla_use_nope", "linear_attn_config",
+)  # fmt: skip
+
+
 def read_config(source: dict[str, Any] | str | Path) -> DeepSeekConfig:
     """See DeepSeekConfig.from_hf."""
     if isinstance(source, dict):
@@ -164,9 +172,11 @@ def _check_fixed(model_type: str, merged: dict[str, Any]) -> None:
     for key, wanted in _MUST_BE.items():
         if key in merged and merged[key] != wanted:
             raise UnsupportedModel(model_type, f"{key}={merged[key]!r}; only {wanted!r} is built")
-    sparse = [k for k in ("index_topk", "index_n_heads") if merged.get(k)]
-    if sparse:
-        raise UnsupportedModel(model_type, f"{sparse[0]} set: sparse attention (DSA) is not built")
+    foreign = [f"{k}={merged[k]!r}" for k in _FOREIGN if merged.get(k)]
+    if foreign:
+        raise UnsupportedModel(
+            model_type, f"{', '.join(foreign)}: another architecture's setting, which is not built"
+        )
     softmax = merged["model_type"] == "deepseek_v2"
     allowed = ("greedy", "group_limited_greedy") if softmax else ("noaux_tc",)
     scoring = "softmax" if softmax else "sigmoid"
