@@ -67,6 +67,10 @@ class OfflineRunner:
         out = self.model.draft(batch, rows, batch.token_ids, self.cache, depth)
         return OfflineOutput(_split(next_tokens, out.logits), _split(next_tokens, out.hidden))
 
+    def rewind_drafts(self, sequence: int) -> None:
+        """The next `draft` of this sequence starts at its first row again (another depth, say)."""
+        self._drafted.pop(sequence, None)
+
     def generate(self, sequence: int, prompt: list[int], num_tokens: int) -> list[int]:
         """Greedy continuation of one new sequence."""
         logits = self.step({sequence: prompt}).logits[sequence]

@@ -216,6 +216,26 @@ def test_mtp_equals_reference(name: str, checkpoint: Any, expected: Any, kernels
         runner.draft({0: hidden[:1]}, {0: [1]}, depth=1)
 
 
+def test_two_mtp_layers(tmp_path: Path, kernels: Any) -> None:
+    """Each has weights and a cache layer of its own; the second feeds on the first's hidden."""
+    config = family_config("v3", num_hidden_layers=2, num_nextn_predict_layers=2)
+    write_random_checkpoint(tmp_path, config, dtype=torch.float32, tokenizer=False)
+    model, reference = load(tmp_path, kernels), ReferenceModel(tmp_path)
+    assert model.cache_spec.num_layers == 4 and len(model.expert_weights()) == 3
+    tokens = random_tokens(20, seed=5)
+    first, second = [*tokens[1:], 7], [*tokens[2:], 7, 8]
+    wanted = reference.forward(tokens)
+    one = reference.draft(wanted.hidden, first)
+    two = reference.draft(one.hidden, second, depth=1)
+    runner = OfflineRunner(model, num_blocks=8)
+    hidden = runner.step({0: tokens}).hidden
+    got_one = runner.draft(hidden, {0: first})
+    assert difference(got_one.logits[0], one.logits) <= TOLERANCE
+    runner.rewind_drafts(0)
+    got_two = runner.draft(got_one.hidden, {0: second}, depth=1)
+    assert difference(got_two.logits[0], two.logits) <= TOLERANCE
+
+
 def test_mtp_equals_transformers(
     checkpoint: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
