@@ -203,14 +203,19 @@ def _endless(request: Request) -> Iterator[TokenOutput]:
 
 
 def test_stop_string_ends_the_engines_request(job: Rehearsal, http: httpx.Client) -> None:
+    def endless_echo(request: Request) -> Iterator[TokenOutput]:
+        while True:
+            for token_id in request.prompt_token_ids:
+                yield output(request, (token_id,), None)
+
     rank = job.ranks[0]
     rank.received.clear()
+    rank.script = endless_echo
     body = {"prompt": "the fox", "max_tokens": 400, "stop": "foxthe"}
-    answer = http.post("/v1/completions", json=body).json()
-    assert (
-        answer["choices"][0]["text"] == "the " and answer["choices"][0]["finish_reason"] == "stop"
-    )
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"] == "the " and choice["finish_reason"] == "stop"
     wait_for(lambda: bool(rank.of_kind(wire.Abort)) and not rank.running)
+    rank.script = echo
 
 
 # ---- failures of the engine ---------------------------------------------------------------------
