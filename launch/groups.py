@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -63,12 +61,11 @@ class Job:
             return False
 
 
-@contextmanager
-def open_job(env: RankEnv) -> Iterator[Job]:
-    """Join the job's groups; leave them on the way out when all went well."""
+def open_job(env: RankEnv) -> Job:
+    """Join the job's groups. They end with the process: taking gloo apart while a peer still runs
+    can abort this one."""
     if env.size == 1:
-        yield Job(EPGroup.single(), None)
-        return
+        return Job(EPGroup.single(), None)
     choose_interface(env)
     dist.init_process_group("gloo", init_method="env://", timeout=GROUP_TIMEOUT)
     # Lockstep gets a group of its own: its messages must not queue behind the all-to-alls.
@@ -80,8 +77,7 @@ def open_job(env: RankEnv) -> Iterator[Job]:
         device_group=dist.group.WORLD,
         cpu_group=cpu_group,
     )
-    yield Job(group, dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()  # after an error the process leaves without asking its peers
+    return Job(group, dist.distributed_c10d._get_default_store())
 
 
 def choose_interface(env: RankEnv) -> None:

@@ -19,7 +19,7 @@ def level(count: int, mean: float) -> int:
 
 
 def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int) -> Any:
-    """One line a row: a cell for each expert, a bar between ranks, and the fullest against the mean.
+    """A line a row: a cell for each expert, a bar between ranks, the fullest against the mean.
 
     num_ranks: how many equal parts the columns are cut into (the trivial placement).
     """

@@ -1,8 +1,8 @@
 """One rank as a process: its place, threads and groups, and the ways of ending.
 
-A stop that was asked for ends with 0. Everything else leaves by `os._exit` with the reason in the
-error file: a process that unwinds past a broken gloo group can hang or abort. What the rank does in
-between is handed in (serving: `launch.serving_rank`; measuring: `launch.bench`).
+A rank always leaves by `os._exit`, after a failure with the reason in the error file: a process that
+unwinds past a broken gloo group, or takes apart one whose peers still run, can hang or abort. What
+the rank does in between is handed in (serving: `launch.serving_rank`; measuring: `launch.bench`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from launch.env import RankEnv, use_threads
 from launch.failure import exit_code_of, is_lost_peer, is_typed, write
@@ -48,28 +48,28 @@ def run_alone(config: ServeConfig, body: Callable[[EPGroup], None]) -> None:
     use_threads(config.engine.threads, env)
     from launch.groups import open_job
 
-    with open_job(env) as job:
-        body(job.group)
+    body(open_job(env).group)
 
 
 class RankProcess:
-    """This process as rank `env.rank`. `run` returns when all went well, else it does not."""
+    """This process as rank `env.rank`. `run` does not return: it ends the process."""
 
     def __init__(self, config: ServeConfig, env: RankEnv) -> None:
         self.config, self.env = config, env
         self.job: Job | None = None
         self.stopping = StopSignals(drain=self.leave, now=self.leave)
 
-    def run(self, body: Callable[[Job], None]) -> None:
+    def run(self, body: Callable[[Job], None]) -> NoReturn:
         die_with_parent(self.env.supervisor)
         with self.stopping:
             try:
                 use_threads(self.config.engine.threads, self.env)
                 from launch.groups import open_job
 
-                with open_job(self.env) as self.job:
-                    body(self.job)
+                self.job = open_job(self.env)
+                body(self.job)
                 self.finish()
+                self.exit(0)
             except BaseException as error:  # whatever it is, the peers must not wait for this rank
                 self.fail(error)
 
@@ -79,12 +79,12 @@ class RankProcess:
     def let_go(self, seconds: float) -> None:
         """End what this rank started, with so much patience."""
 
-    def leave(self) -> None:
+    def leave(self) -> NoReturn:
         """End now: nothing is being served, or the patience is over."""
         self.let_go(0)
-        os._exit(0)
+        self.exit(0)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> NoReturn:
         """Tell why, once for the job, and end with the exit code of the reason."""
         code = exit_code_of(error)
         patience = 0.0
@@ -96,6 +96,9 @@ class RankProcess:
             if self.env.supervisor is None and (self.job is None or self.job.say("failed")):
                 self._print(error)
         self.let_go(patience)
+        self.exit(code)
+
+    def exit(self, code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

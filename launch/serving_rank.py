@@ -6,7 +6,6 @@ the front end drain; the front end stops all ranks. What runs is `moeserve.rank_
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from threading import Thread
@@ -43,7 +42,7 @@ class ServingRank(RankProcess):
             "front_end", self.front_end.address if self.front_end else None
         )
         if not address:
-            os._exit(LOST_PEER)
+            self.exit(LOST_PEER)
         if self.env.front_end is None:
             self.stopping.drain = self.drain
         run_rank(self.config, job.group, address, builder=build_and_show)
