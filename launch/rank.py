@@ -1,8 +1,8 @@
 """One rank as a process: its place, threads and groups, and the ways of ending.
 
-A rank always leaves by `os._exit`, after a failure with the reason in the error file: a process that
-unwinds past a broken gloo group, or takes apart one whose peers still run, can hang or abort. What
-the rank does in between is handed in (serving: `launch.serving_rank`; measuring: `launch.bench`).
+A rank always leaves by `os._exit`, after a failure with the reason in the error file: a process
+that unwinds past a broken gloo group, or takes apart one whose peers still run, can hang or abort.
+What it does in between is handed in (serving: `launch.serving_rank`; measuring: `launch.bench`).
 """
 
 from __future__ import annotations
