@@ -56,17 +56,17 @@ template <class T> struct TileMemory {
   word* values;
   float* states;  // what is left: running states
 
-  TileMemory(Scratch& s, long columns, long key, long width, size_t state_floats) {
-    size_t c = size_t(columns), wide = size_t(round_up(width, LANES));
+  TileMemory(Scratch& s, long columns, long key, size_t state_floats) {
+    size_t c = size_t(columns);
     size_t query_words = c * size_t(ceil_div(key, per_word<T>()));
-    size_t all = query_words + 2 * c + 2 * c * PARTITION + wide * PARTITION + state_floats;
+    size_t all = query_words + 2 * c + 2 * c * PARTITION + PANEL * PARTITION + state_floats;
     queries = s.get<word>(all);
     limits = reinterpret_cast<float*>(queries + query_words);
     shrink = limits + c;
     scores = shrink + c;
     chances = reinterpret_cast<word*>(scores + c * PARTITION);
     values = chances + c * PARTITION;
-    states = reinterpret_cast<float*>(values + wide * PARTITION);
+    states = reinterpret_cast<float*>(values + PANEL * PARTITION);
   }
 };
 
@@ -82,8 +82,11 @@ void latent_span(const Latent<T>& in, const Pages<T>& pages, long columns, long 
     score<T>(reinterpret_cast<const word* const*>(rows), count, m.queries, columns, in.width(),
              false, m.scores);
     soften<T>(m.scores, count, start, columns, m.limits, in.scale, run, m.shrink, m.chances);
-    value_panels<T>(rows, count, in.rank, m.values);
-    mix<T>(m.chances, columns, m.values, count, in.rank, m.shrink, run.mixed);
+    mix<T>(m.chances, columns, rows, count, in.rank, m.values, m.shrink, run.mixed, [&](long i) {
+      if (start + PARTITION + i > last) return;
+      const char* row = reinterpret_cast<const char*>(pages.row(start + PARTITION + i));
+      for (long at = 0; at < in.width() * long(sizeof(T)); at += 64) prefetch(row + at);
+    });
   }
 }
 
@@ -141,7 +144,7 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
       const Query& q = tiles[size_t(i)];
       long columns = columns_of(q);
       size_t state = running_floats(columns, stride);
-      TileMemory<T> m(memory, columns, in.width(), in.rank, 2 * state);
+      TileMemory<T> m(memory, columns, in.width(), 2 * state);
       latent_queries(in, b, q, columns, m);
       Running all = running_at(m.states, columns), one = running_at(m.states + state, columns);
       for (long first = 0; first <= q.last; first += SPAN) {
@@ -173,7 +176,7 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
     const Item& item = items[size_t(i)];
     const Query& q = tiles[item.tile];
     long columns = columns_of(q);
-    TileMemory<T> m(memory, columns, in.width(), in.rank, 0);
+    TileMemory<T> m(memory, columns, in.width(), 0);
     latent_queries(in, b, q, columns, m);
     latent_span(in, pages_of(q), columns, item.first, std::min(item.first + SPAN - 1, q.last), m,
                 running_at(partial + item.offset, columns));
@@ -244,7 +247,7 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
         static thread_local Scratch memory;
         const Query& q = tiles[size_t(item / heads)];
         long h = item % heads, used = q.end - q.begin, columns = round_up(used, LANES);
-        TileMemory<T> m(memory, columns, in.nope + in.rope + 2, in.value,
+        TileMemory<T> m(memory, columns, in.nope + in.rope + 2,
                         running_floats(columns, stride));
         word* rope_queries = m.queries + columns * ceil_div(in.nope, per_word<T>());
         auto row = [&](long c) {
@@ -258,19 +261,18 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
           m.limits[c] = c < used ? float(b.positions[q.begin + c]) : -1.0f;
         Running run = running_at(m.states, columns);
         reset(run, columns, stride);
-        const T* keys[PARTITION];
+        const T *keys[PARTITION], *values[PARTITION];
         for (long start = 0; start <= q.last; start += PARTITION) {
           long count = std::min(PARTITION, q.last + 1 - start);
           for (long p = 0; p < count; p++) keys[p] = expanded + (start + p) * wide + h * per_head;
           score<T>(reinterpret_cast<const word* const*>(keys), count, m.queries, columns, in.nope,
                    false, m.scores);
-          for (long p = 0; p < count; p++) keys[p] += in.nope;
-          value_panels<T>(keys, count, in.value, m.values);
+          for (long p = 0; p < count; p++) values[p] = keys[p] + in.nope;
           for (long p = 0; p < count; p++) keys[p] = rows[size_t(start + p)] + in.rank;
           score<T>(reinterpret_cast<const word* const*>(keys), count, rope_queries, columns,
                    in.rope, true, m.scores);
           soften<T>(m.scores, count, start, columns, m.limits, in.scale, run, m.shrink, m.chances);
-          mix<T>(m.chances, columns, m.values, count, in.value, m.shrink, run.mixed);
+          mix<T>(m.chances, columns, values, count, in.value, m.values, m.shrink, run.mixed, [](long) {});
         }
         for (long c = 0; c < used; c++) {
           Running at{run.peak + c, run.total + c, run.mixed + c * stride};

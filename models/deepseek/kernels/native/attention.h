@@ -1,6 +1,6 @@
 // Online softmax over fixed partitions of absolute positions, for columns of (query, head).
 //
-// A partition has 64 positions; eight make a span. Inside a span partitions follow each other with
+// A partition has 128 positions; four make a span. Inside a span partitions follow each other with
 // a running maximum; spans are merged in ascending order. Both cuts lie at absolute positions, so
 // neither the chunk a query came in, nor its neighbours, nor which thread did which span matters.
 // Scores are held transposed, [position][column]: 16 columns fill a vector, so maximum, exp and
@@ -12,8 +12,14 @@
 
 namespace moeserve {
 
-constexpr long PARTITION = 64;
+constexpr long PARTITION = 128;
 constexpr long SPAN = 512;
+
+// The words of one step of 16 value columns: the value itself, or a pair of positions.
+inline W16 value_words(const float* even, const float*) {
+  return load_words(reinterpret_cast<const word*>(even));
+}
+inline W16 value_words(const bf16* even, const bf16* odd) { return pair_lanes(even, odd); }
 
 // The running state of `columns` (a multiple of 16) columns.
 struct Running {
@@ -71,55 +77,50 @@ void soften(float* scores, long count, long start, long columns, const float* li
   }
 }
 
-// Value rows [count] of `width` values -> panels [width / 64][steps][64], zero padded.
+// Columns 64p .. of value rows [count] -> one panel [steps][width], zero padded.
 template <class T>
-void value_panels(const T* const* rows, long count, long width, word* out) {
+void value_panel(const T* const* rows, long count, const Panels<T>& shape, long p, word* to) {
   constexpr long per = per_word<T>();
   static const T nothing[LANES] = {};
-  Panels<T> shape{out, width, round_up(count, per)};
-  long steps = shape.steps();
-  for (long p = 0; p < shape.count(); p++) {
-    word* panel = out + p * PANEL * steps;
-    long panel_width = shape.width(p);
-    for (long s = 0; s < steps; s++)
-      for (long v = 0; v < panel_width; v += LANES) {
-        long column = p * PANEL + v, left = width - column;
-        T edge[2][LANES] = {};
-        const T* source[2] = {nothing, nothing};
-        for (long i = 0; i < per; i++) {
-          if (s * per + i >= count) continue;
-          source[i] = rows[s * per + i] + column;
-          if (left < LANES) {
-            std::memcpy(edge[i], source[i], size_t(left) * sizeof(T));
-            source[i] = edge[i];
-          }
-        }
-        if constexpr (per == 1)
-          store_words(panel + s * panel_width + v,
-                      load_words(reinterpret_cast<const word*>(source[0])));
-        else
-          store_words(panel + s * panel_width + v, pair_lanes(source[0], source[1]));
-      }
+  long width = shape.width(p), column = p * PANEL, left = shape.n - column;
+  for (long s = 0; s < shape.steps(); s++, to += width) {
+    const T* even = rows[s * per] + column;
+    const T* odd = per == 1 ? even : s * per + 1 < count ? rows[s * per + 1] + column : nullptr;
+    if (odd && left >= PANEL) {
+      pair_rows(even, odd, to);
+      continue;
+    }
+    for (long v = 0; v < width; v += LANES) {
+      T edge[2][LANES] = {};
+      size_t n = size_t(left - v < LANES ? left - v : LANES) * sizeof(T);
+      std::memcpy(edge[0], even + v, n);
+      std::memcpy(edge[1], odd ? odd + v : nothing, n);
+      store_words(to + v, value_words(edge[0], edge[1]));
+    }
   }
 }
 
-// mixed[c] = mixed[c] * shrink[c] + sum over positions of chance * value.
-template <class T>
-void mix(const word* chances, long columns, const word* values, long count, long width,
-         const float* shrink, float* mixed) {
-  constexpr long per = per_word<T>();
-  Panels<T> shape{values, width, round_up(count, per)};
-  long stride = round_up(width, LANES);
+// mixed[c] = mixed[c] * shrink[c] + sum over positions of chance * value, for value rows [count] of
+// `width` values; `panel` is memory for one panel. fetch(i) for i = 0 .. count - 1, spread over the
+// tiles, asks for position i of the next partition.
+template <class T, class Fetch>
+void mix(const word* chances, long columns, const T* const* rows, long count, long width,
+         word* panel, const float* shrink, float* mixed, Fetch fetch) {
+  Panels<T> shape{panel, width, round_up(count, per_word<T>())};
+  long stride = round_up(width, LANES), fetched = 0, done = 0;
   const word* a[MAX_ROWS_NARROW];
   for (long p = 0; p < shape.count(); p++) {
+    value_panel(rows, count, shape, p, panel);
     int vectors = int(shape.width(p) / LANES), limit = row_limit(vectors);
     long tiles = ceil_div(columns, limit), c = 0;
     for (long t = 0; t < tiles; t++) {
-      int rows = int(ceil_div(columns - c, tiles - t));
-      for (int r = 0; r < rows; r++) a[r] = chances + c + r;
-      any_tile<T>(rows, vectors, a, columns, shape.panel(p), shape.width(p), shape.steps(),
+      int tall = int(ceil_div(columns - c, tiles - t));
+      for (int r = 0; r < tall; r++) a[r] = chances + c + r;
+      for (long until = count * ++done / (tiles * shape.count()); fetched < until;)
+        fetch(fetched++);
+      any_tile<T, true>(tall, vectors, a, columns, panel, shape.width(p), shape.steps(),
                   mixed + c * stride + p * PANEL, stride, shrink + c, Ahead{});
-      c += rows;
+      c += tall;
     }
   }
 }
@@ -168,8 +169,13 @@ void score(const word* const* keys, long count, const word* queries, long column
     long tiles = ceil_div(count, limit), at = 0;
     for (long t = 0; t < tiles; t++) {
       int rows = int(ceil_div(count - at, tiles - t));
-      any_tile<T>(rows, vectors, keys + at, 1, shape.panel(p), shape.width(p), shape.steps(),
-                  scores + at * columns + p * PANEL, columns, add ? ones : nullptr, Ahead{});
+      float* to = scores + at * columns + p * PANEL;
+      if (add)
+        any_tile<T, true>(rows, vectors, keys + at, 1, shape.panel(p), shape.width(p),
+                          shape.steps(), to, columns, ones, Ahead{});
+      else
+        any_tile<T, false>(rows, vectors, keys + at, 1, shape.panel(p), shape.width(p),
+                           shape.steps(), to, columns, nullptr, Ahead{});
       at += rows;
     }
   }

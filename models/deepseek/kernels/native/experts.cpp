@@ -115,23 +115,31 @@ struct Gate {
   float scale;
 };
 
-// One row's logits against EXPERTS weights: lanes run along the hidden dimension, one tree at the
+// Logits of ROWS rows against COUNT weights: lanes run along the hidden dimension, one tree at the
 // end, so a logit depends on its row and its weight alone.
-template <class T, int COUNT>
-void logits_of(const T* x, const float* const* w, long hidden, float* out) {
-  F16 sum[COUNT];
-  for (int e = 0; e < COUNT; e++) sum[e] = zero();
+template <class T, int ROWS, int COUNT>
+void logits_of(const T* const* x, const float* const* w, long hidden, float (*out)[COUNT]) {
+  F16 sum[ROWS][COUNT];
+  for (int r = 0; r < ROWS; r++)
+    for (int e = 0; e < COUNT; e++) sum[r][e] = zero();
+  auto step = [&](auto load_x, auto load_w) {
+    F16 right[COUNT];
+    for (int e = 0; e < COUNT; e++) right[e] = load_w(w[e]);
+    for (int r = 0; r < ROWS; r++) {
+      F16 left = load_x(x[r]);
+      for (int e = 0; e < COUNT; e++) sum[r][e] = fma(left, right[e], sum[r][e]);
+    }
+  };
   long i = 0;
-  for (; i + LANES <= hidden; i += LANES) {
-    F16 a = widen_load(x + i);
-    for (int e = 0; e < COUNT; e++) sum[e] = fma(a, load(w[e] + i), sum[e]);
-  }
+  for (; i + LANES <= hidden; i += LANES)
+    step([&](const T* p) { return widen_load(p + i); }, [&](const float* p) { return load(p + i); });
   if (i < hidden) {
     int left = int(hidden - i);
-    F16 a = widen_load_n(x + i, left);
-    for (int e = 0; e < COUNT; e++) sum[e] = fma(a, load_n(w[e] + i, left), sum[e]);
+    step([&](const T* p) { return widen_load_n(p + i, left); },
+         [&](const float* p) { return load_n(p + i, left); });
   }
-  for (int e = 0; e < COUNT; e++) out[e] = sum_lanes(sum[e]);
+  for (int r = 0; r < ROWS; r++)
+    for (int e = 0; e < COUNT; e++) out[r][e] = sum_lanes(sum[r][e]);
 }
 
 // The largest not yet taken, the lowest index among equals; never fails, even on NaN.
@@ -193,28 +201,40 @@ template <class T>
 void gate(const T* x, long stride, long rows, const float* weight, const float* bias, const Gate& g,
           int32_t* ids, float* weights, int threads) {
   static thread_local Scratch score_memory;
-  constexpr long GROUP = 8;  // experts whose sums run side by side
+  constexpr long GROUP = 8, TALL = 2;  // experts and rows whose sums run side by side
+  constexpr long BLOCK = 16;            // rows of a work item
   long padded = round_up(g.experts, LANES);
   float* scores = score_memory.get<float>(size_t(rows * padded));
   // Few rows: experts are split as well, or one thread would read all weights.
-  long parts = rows >= 4 * threads ? 1 : ceil_div(g.experts, 4 * GROUP);
+  long blocks = ceil_div(rows, BLOCK);
+  long parts = blocks >= 4 * threads ? 1 : ceil_div(g.experts, 4 * GROUP);
   long part = round_up(ceil_div(g.experts, parts), GROUP);
   double total = double(rows) * double(g.experts) * double(g.hidden);
-  int used = useful_threads(threads, total, rows * parts);
+  int used = useful_threads(threads, total, blocks * parts);
   Claims first, second;
-  first.count = rows * parts;
+  first.count = blocks * parts;
   second.count = rows;
   team(used, [&] {
     static thread_local Scratch choice_memory;
     work(first, [&](long item, long) {
-      long row = item / parts, begin = item % parts * part;
+      long top = item / parts * BLOCK, bottom = top + BLOCK < rows ? top + BLOCK : rows;
+      long begin = item % parts * part;
       long end = begin + part < g.experts ? begin + part : g.experts;
       for (long e = begin; e < end; e += GROUP) {
         const float* w[GROUP];
         for (long i = 0; i < GROUP; i++) w[i] = weight + (e + i < end ? e + i : end - 1) * g.hidden;
-        float out[GROUP];
-        logits_of<T, GROUP>(x + row * stride, w, g.hidden, out);
-        for (long i = 0; i < GROUP && e + i < end; i++) scores[row * padded + e + i] = out[i];
+        long count = e + GROUP < end ? GROUP : end - e;
+        for (long row = top; row < bottom; row += TALL) {
+          const T* at[TALL] = {x + row * stride, x + (row + 1 < bottom ? row + 1 : row) * stride};
+          float out[TALL][GROUP];
+          long tall = bottom - row < TALL ? bottom - row : TALL;
+          if (tall == TALL)
+            logits_of<T, TALL, GROUP>(at, w, g.hidden, out);
+          else
+            logits_of<T, 1, GROUP>(at, w, g.hidden, out);
+          for (long r = 0; r < tall; r++)
+            std::memcpy(scores + (row + r) * padded + e, out[r], size_t(count) * 4);
+        }
       }
     });
     team_barrier(used);

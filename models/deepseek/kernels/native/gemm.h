@@ -34,74 +34,77 @@ struct Ahead {
   long lines = 0;
 };
 
-// c[r][.] = start + sum over k, with start = 0 (row_scale null), or c * row_scale[r].
-template <class T, int ROWS, int VECTORS>
+// A pointer that the compiler keeps as a scalar: copying several at once as a vector would wait for
+// the scalar stores that have just written them.
+inline const word* scalar(const word* p) {
+#if defined(__GNUC__)
+  asm("" : "+r"(p));
+#endif
+  return p;
+}
+
+// c[r][.] = start + sum over k, with start = 0 or, where scaled, c * row_scale[r].
+template <class T, int ROWS, int VECTORS, bool SCALED>
 void tile(const word* const* a_rows, long a_step, const word* b, long b_step, long steps, float* c,
           long c_stride, const float* row_scale, Ahead ahead) {
   F16 sum[ROWS][VECTORS];
   const word* a[ROWS];
   for (int r = 0; r < ROWS; r++) {
-    a[r] = a_rows[r];
+    a[r] = scalar(a_rows[r]);
     for (int v = 0; v < VECTORS; v++)
-      sum[r][v] = row_scale ? load(c + r * c_stride + v * LANES) * set1(row_scale[r]) : zero();
+      sum[r][v] = SCALED ? load(c + r * c_stride + v * LANES) * set1(row_scale[r]) : zero();
   }
   long i = 0;
-  auto step = [&] {
-    W16 right[VECTORS];
-    for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-      W16 left = broadcast_word(a[r] + i);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = dot_step<T>(sum[r][v], left, right[v]);
-    }
-    i += a_step;
-    b += b_step;
-  };
-  long k = 0;
-  for (; k + CHUNK <= steps; k += CHUNK) {
+  for (long left = steps; left > 0; left -= CHUNK) {
     for (long n = 0; n < ahead.lines; n++) prefetch(ahead.at + 64 * n);
     ahead.at += 64 * ahead.lines;
-    for (long n = 0; n < CHUNK; n++) step();
+    for (long n = left < CHUNK ? left : CHUNK; n > 0; n--) {
+      W16 right[VECTORS];
+      for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * LANES);
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; r++) {
+        W16 left_word = broadcast_word(a[r] + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = dot_step<T>(sum[r][v], left_word, right[v]);
+      }
+      i += a_step;
+      b += b_step;
+    }
   }
-  for (; k < steps; k++) step();
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-template <class T, int VECTORS, int ROWS>
-void tile_of(int rows, const word* const* a, long a_step, const word* b, long b_step, long steps,
-             float* c, long c_stride, const float* row_scale, Ahead ahead) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS)
-      return tile<T, ROWS, VECTORS>(a, a_step, b, b_step, steps, c, c_stride, row_scale, ahead);
-    tile_of<T, VECTORS, ROWS - 1>(rows, a, a_step, b, b_step, steps, c, c_stride, row_scale, ahead);
+template <class T>
+using Tile = void (*)(const word* const*, long, const word*, long, long, float*, long, const float*,
+                      Ahead);
+
+// The tile of this many rows, 1 .. row_limit(vectors).
+template <class T, int V, bool S> Tile<T> tile_of(int rows) {
+  static constexpr Tile<T> wide[] = {tile<T, 1, V, S>, tile<T, 2, V, S>, tile<T, 3, V, S>,
+                                     tile<T, 4, V, S>, tile<T, 5, V, S>, tile<T, 6, V, S>};
+  if constexpr (USE_AVX512 && V <= 2) {
+    static constexpr Tile<T> tall[] = {tile<T, 7, V, S>,  tile<T, 8, V, S>,  tile<T, 9, V, S>,
+                                       tile<T, 10, V, S>, tile<T, 11, V, S>, tile<T, 12, V, S>};
+    if (rows > MAX_ROWS) return tall[rows - MAX_ROWS - 1];
   }
+  return wide[rows - 1];
 }
 
 // rows <= row_limit(vectors); vectors 1..4.
-template <class T>
+template <class T, bool SCALED>
 void any_tile(int rows, int vectors, const word* const* a, long a_step, const word* b, long b_step,
               long steps, float* c, long c_stride, const float* row_scale, Ahead ahead) {
 #if USE_AVX512
-  switch (vectors) {
-    case 1:
-      return tile_of<T, 1, MAX_ROWS_NARROW>(rows, a, a_step, b, b_step, steps, c, c_stride,
-                                            row_scale, ahead);
-    case 2:
-      return tile_of<T, 2, MAX_ROWS_NARROW>(rows, a, a_step, b, b_step, steps, c, c_stride,
-                                            row_scale, ahead);
-    case 3:
-      return tile_of<T, 3, MAX_ROWS>(rows, a, a_step, b, b_step, steps, c, c_stride, row_scale,
-                                     ahead);
-    default:
-      return tile_of<T, 4, MAX_ROWS>(rows, a, a_step, b, b_step, steps, c, c_stride, row_scale,
-                                     ahead);
-  }
+  Tile<T> run = vectors == 4   ? tile_of<T, 4, SCALED>(rows)
+                : vectors == 1 ? tile_of<T, 1, SCALED>(rows)
+                : vectors == 2 ? tile_of<T, 2, SCALED>(rows)
+                               : tile_of<T, 3, SCALED>(rows);
+  run(a, a_step, b, b_step, steps, c, c_stride, row_scale, ahead);
 #else
   for (int v = 0; v < vectors; v++)
-    tile_of<T, 1, MAX_ROWS>(rows, a, a_step, b + v * LANES, b_step, steps, c + v * LANES, c_stride,
-                            row_scale, v == 0 ? ahead : Ahead{});
+    tile_of<T, 1, SCALED>(rows)(a, a_step, b + v * LANES, b_step, steps, c + v * LANES, c_stride, row_scale,
+                        v == 0 ? ahead : Ahead{});
 #endif
 }
 
@@ -140,7 +143,7 @@ void rows_by_panel(const Rows<T>& x, long begin, long end, const word* b, long b
   const word* a[MAX_ROWS_NARROW];
   long limit = row_limit(vectors);
   long tiles = ceil_div(end - begin, limit);
-  long bursts = tiles * (steps / CHUNK);
+  long chunks = ceil_div(steps, CHUNK), bursts = tiles * chunks;
   long lines = next && bursts ? ceil_div(next_bytes / 64, bursts) : 0;
   const char* ahead = reinterpret_cast<const char*>(next);
   long row = begin;
@@ -148,9 +151,9 @@ void rows_by_panel(const Rows<T>& x, long begin, long end, const word* b, long b
     int rows = int((end - row) / (tiles - t));  // even tiles: 7 rows are 3 + 4, not 6 + 1
     if (rows > limit) rows = int(limit);
     for (int r = 0; r < rows; r++) a[r] = x.at(row + r);
-    any_tile<T>(rows, vectors, a, 1, b, b_step, steps, c, vectors * LANES, nullptr,
+    any_tile<T, false>(rows, vectors, a, 1, b, b_step, steps, c, vectors * LANES, nullptr,
                 Ahead{ahead, lines});
-    if (ahead) ahead += lines * 64 * (steps / CHUNK);
+    if (ahead) ahead += lines * 64 * chunks;
     for (int r = 0; r < rows; r++) emit(row + r, c + r * vectors * LANES);
     row += rows;
   }

@@ -98,29 +98,31 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const P
 template <class T>
 void per_head(const T* x, long t_stride, long h_stride, long rows, long heads, const Panels<T>& w,
               T* out, int threads) {
-  static thread_local Scratch padding;
-  long b = w.n / heads, a = w.k;
-  if (per_word<T>() > 1 && a % 2) {
-    T* copy = padding.get<T>(size_t(rows * heads * (a + 1)));
-    for (long i = 0; i < rows * heads; i++) {
-      std::memcpy(copy + i * (a + 1), x + i / heads * t_stride + i % heads * h_stride,
-                  size_t(a) * sizeof(T));
-      std::memset(copy + i * (a + 1) + a, 0, sizeof(T));
-    }
-    x = copy, h_stride = a + 1, t_stride = heads * (a + 1);
-  }
+  long b = w.n / heads, a = w.k, wide = round_up(a, per_word<T>());
   long chunks = ceil_div(b, PANEL), block = row_block<T>(a, rows), blocks = ceil_div(rows, block);
-  // Small items are claimed a head at a time.
+  // Rows of one head lie far apart, often at the same place of every page, where they would push
+  // each other out of the cache; a block of them is copied together first.
+  bool copied = rows > MAX_ROWS || wide != a;
   parallel_items(threads, double(rows) * double(w.n) * double(a), heads * blocks, [&](long item) {
+    static thread_local Scratch copy_memory;
     long h = item % heads, begin = item / heads * block;
     long end = begin + block < rows ? begin + block : rows;
-    Rows<T> in{x + h * h_stride, t_stride, nullptr};
+    Rows<T> in{x + h * h_stride + begin * t_stride, t_stride, nullptr};
+    if (copied) {
+      T* copy = copy_memory.get<T>(size_t((end - begin) * wide));
+      for (long r = begin; r < end; r++) {
+        std::memcpy(copy + (r - begin) * wide, x + r * t_stride + h * h_stride,
+                    size_t(a) * sizeof(T));
+        if (wide != a) std::memset(copy + (r - begin) * wide + a, 0, sizeof(T));
+      }
+      in = {copy, wide, nullptr};
+    }
     for (long chunk = 0; chunk < chunks; chunk++) {
       long from = h * b + chunk * PANEL;
       long to = chunk + 1 == chunks ? (h + 1) * b : from + PANEL;
-      rows_by_columns<T>(in, begin, end, w, from, to,
+      rows_by_columns<T>(in, 0, end - begin, w, from, to,
                          [&](long r, long n0, long count, const float* c) {
-                           store_row(out + r * w.n + n0, c, count);
+                           store_row(out + (begin + r) * w.n + n0, c, count);
                          });
     }
   });

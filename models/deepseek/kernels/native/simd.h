@@ -127,6 +127,25 @@ inline W16 pair_lanes(const bf16* even, const bf16* odd) {
   __m512i o = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
   return {_mm512_or_si512(e, _mm512_slli_epi32(o, 16))};
 }
+// The words of 64 columns of two rows at once: half the shuffles.
+inline void pair_rows(const bf16* even, const bf16* odd, word* out) {
+  static const struct Order {
+    alignas(64) uint16_t low[32], high[32];
+    Order() {
+      for (int i = 0; i < 32; i++) {
+        low[i] = uint16_t(i / 2 + i % 2 * 32);
+        high[i] = uint16_t(low[i] + 16);
+      }
+    }
+  } order;
+  __m512i low = _mm512_load_si512(order.low), high = _mm512_load_si512(order.high);
+  for (int i = 0; i < 64; i += 32) {
+    __m512i e = _mm512_loadu_si512(even + i);
+    __m512i o = _mm512_loadu_si512(odd + i);
+    _mm512_storeu_si512(out + i, _mm512_permutex2var_epi16(e, low, o));
+    _mm512_storeu_si512(out + i + 16, _mm512_permutex2var_epi16(e, high, o));
+  }
+}
 template <class T> F16 dot_step(F16 sum, W16 a, W16 b);
 template <> inline F16 dot_step<float>(F16 sum, W16 a, W16 b) {
   return {_mm512_fmadd_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v), sum.v)};
@@ -244,6 +263,9 @@ inline W16 pair_lanes(const bf16* even, const bf16* odd) {
   std::memcpy(&out, both, 64);
   return out;
 }
+inline void pair_rows(const bf16* even, const bf16* odd, word* out) {
+  for (int i = 0; i < 64; i += 16) store_words(out + i, pair_lanes(even + i, odd + i));
+}
 template <class T> F16 dot_step(F16 sum, W16 a, W16 b);
 template <> inline F16 dot_step<float>(F16 sum, W16 a, W16 b) {
   return fma(as_float(a), as_float(b), sum);
@@ -260,6 +282,7 @@ template <> inline F16 dot_step<bf16>(F16 sum, W16 a, W16 b) {
 
 #endif
 
+inline void pair_rows(const float* row, const float*, word* out) { std::memcpy(out, row, 256); }
 inline F16 widen_load(const float* p) { return load(p); }
 inline F16 widen_load_n(const float* p, int n) { return load_n(p, n); }
 
