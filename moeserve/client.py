@@ -19,7 +19,7 @@ import msgspec
 from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
 from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
-from moeserve.fleet import Fleet
+from moeserve.fleet import BLAMES_A_PEER, Fleet
 from moeserve.rank_link import RankLink
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
@@ -288,9 +288,17 @@ class EngineClient:
                 self._changed.set()
 
     def _output(self, output: TokenOutput) -> None:
+        if output.finish_reason is FinishReason.ERROR and BLAMES_A_PEER.search(output.error or ""):
+            # The peer may be dead; then its end is the better reason, and it will be known soon.
+            assert self._loop is not None
+            self._loop.call_later(2 * _GRACE, self._deliver, output)
+        else:
+            self._deliver(output)
+
+    def _deliver(self, output: TokenOutput) -> None:
         flight = self._flights.get(output.request_id)
         if flight is None:
-            return  # aborted meanwhile
+            return  # aborted, or ended by a rank's death, meanwhile
         now = time.time()
         if output.token_ids:
             flight.num_output_tokens += len(output.token_ids)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from moeserve import wire
 
 # A rank that loses a peer reports so, often before the peer's own end is noticed.
-_BLAMES_A_PEER = re.compile(
+BLAMES_A_PEER = re.compile(
     r"peer|connection (reset|closed|refused)|socket|gloo|nccl|timed? ?out|lockstep", re.IGNORECASE
 )
 
@@ -98,7 +98,7 @@ class Fleet:
         that vanished without a word."""
         assert self.losses
         rank, reason, by_itself = self.losses[0]
-        if by_itself and _BLAMES_A_PEER.search(reason):
+        if by_itself and BLAMES_A_PEER.search(reason):
             for other, why, said in self.losses[1:]:
                 if not said:
                     return other, f"{why}; rank {rank} reported: {reason}"

@@ -203,6 +203,25 @@ def test_the_silent_rank_is_blamed_not_the_one_that_complains_of_its_peer() -> N
     job(body, ranks=2, on_rank_died=died.append)
 
 
+def test_requests_that_fail_for_a_lost_peer_end_with_its_death() -> None:
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        ranks[0].pause()
+        ranks[1].pause()
+        stream = client.open([ask("a")])
+        await until(lambda: bool(ranks[0].running))
+        error = "the forward pass failed: gloo: Connection reset by peer"
+        lost = TokenOutput(
+            request_id="a", token_ids=(), finish_reason=FinishReason.ERROR, error=error
+        )
+        ranks[0].send(wire.Outputs(0, (lost,)), wire.Fatal(0, error))
+        await until(lambda: bool(client.fleet.losses))
+        ranks[1].die()
+        (last,) = await stream.get()
+        assert last.error is not None and last.error.startswith("rank 1 died")
+
+    job(body, ranks=2)
+
+
 def test_a_rank_that_names_its_own_fault_is_blamed() -> None:
     died: list[RankDied] = []
 
