@@ -46,9 +46,8 @@ class Tokenizer:
         self.config: dict[str, Any] = read_json(folder / "tokenizer_config.json")
         model = read_json(folder / "config.json")
         model = model.get("text_config") or model
-        self.vocab_size: int = max(
-            self.fast.get_vocab_size(with_added_tokens=True), int(model.get("vocab_size") or 0)
-        )
+        # Ids the model has rows for; the tokenizer may know fewer (padding) or even more.
+        self.vocab_size: int = model.get("vocab_size") or self.fast.get_vocab_size()
         self.bos_token = self._special("bos_token")
         self.eos_token = self._special("eos_token")
         self.bos_id = self.fast.token_to_id(self.bos_token) if self.bos_token else None

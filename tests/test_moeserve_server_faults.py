@@ -12,9 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from moeserve import wire
 from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.server.fields import ChatBody, CompletionBody
 from moeserve.server.rehearsal import Rehearsal, echo, output, write_tokenizer
 
 USER = [{"role": "user", "content": "hello"}]
@@ -147,6 +150,37 @@ def test_api_key(folder: Path) -> None:
             assert http.get("/health").status_code == 200
         client = openai.OpenAI(base_url=f"{job.url}/v1", api_key="secret", max_retries=0)
         assert client.models.list().data[0].id == "tiny"
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "text", "role", "content"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+fields = st.sampled_from(sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
+
+
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    call=st.sampled_from([COMPLETION, CHAT]), extra=st.dictionaries(fields, json_values, max_size=3)
+)
+def test_no_body_is_a_fault_of_ours(
+    http: httpx.Client, call: tuple[str, dict[str, Any]], extra: dict[str, Any]
+) -> None:
+    path, body = call
+    answer = http.post(path, content=json.dumps(body | extra))
+    assert answer.status_code in (200, 400, 404, 429), (extra, answer.text)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"]
 
 
 # ---- full queue and leaving clients -------------------------------------------------------------
