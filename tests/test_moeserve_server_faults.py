@@ -82,7 +82,7 @@ def test_wrong_values_are_400_and_name_the_field(
 def test_oversize_prompts_are_400_with_both_numbers(http: httpx.Client) -> None:
     ids = [9] * 500
     error = error_of(http.post("/v1/completions", json={"prompt": ids, "max_tokens": 13}), 400)
-    assert error["code"] == "context_length_exceeded"
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
     for number in ("500", "13", "512", "513"):
         assert number in error["message"]
     fits = http.post("/v1/completions", json={"prompt": ids, "max_tokens": 12})
@@ -90,6 +90,7 @@ def test_oversize_prompts_are_400_with_both_numbers(http: httpx.Client) -> None:
     long = [{"role": "user", "content": "dog " * 600}]
     error = error_of(http.post("/v1/chat/completions", json={"messages": long}), 400)
     assert error["code"] == "context_length_exceeded" and "512" in error["message"]
+    assert error["param"] == "messages"
 
 
 def test_token_ids_outside_of_the_vocabulary(http: httpx.Client) -> None:

@@ -35,7 +35,9 @@ class ContextTooLong(InvalidRequest):
     """HTTP 400, code context_length_exceeded: names the length asked for and the limit."""
 
     def __init__(self, field: str, num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
-        self.field, self.value, self.valid = field, num_prompt_tokens, f"at most {limit}"
+        # The prompt is to blame if nothing could follow it, else the length asked for.
+        self.field = field if num_prompt_tokens >= limit else "max_tokens"
+        self.value, self.valid = num_prompt_tokens, f"at most {limit}"
         total = num_prompt_tokens + max_tokens
         text = (
             f"this model's context is max_model_len={limit} tokens, but the prompt has "
