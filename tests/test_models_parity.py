@@ -16,6 +16,7 @@ from ep.group import EPGroup
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.load import load_model
+from models.deepseek.mla import naive_from
 from models.deepseek.model import DeepSeekModel
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config, yarn
@@ -43,6 +44,7 @@ CASES = {
     "v3-half-split-rope": Case("v3", {"rope_interleave": False}),
     "v3-other-mscale": Case("v3", {"rope_scaling": yarn(40, 64) | {"mscale": 0.707}}),
     "kimi": Case("kimi", {}),
+    "kimi-ramp-of-no-width": Case("kimi", {"rope_scaling": yarn(32.0, 5, fast=1.0)}),
     "moonlight": Case("moonlight", {}),
     "glm-lite": Case("glm-lite", {}),
     "v2": Case("v2", {}),
@@ -196,6 +198,30 @@ def test_fast_mode_with_naive_attention(
     logits = torch.cat([out.logits[0] for out in (first, second, third)])
     assert difference(logits, reference.logits) <= TOLERANCE
     assert difference(torch.cat([first.logits[1], second.logits[1]]), logits[:4]) <= TOLERANCE
+
+
+def test_fast_mode_goes_naive_where_that_is_less_work(
+    checkpoint: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(checkpoint("v3"), kernels, deterministic=False)
+    # 128 * (32 + 32) to expand a position, (2 * 128 + 16) - (32 + 16 + 32) saved by each query
+    assert naive_from(model.config) == 43
+    seen: list[int] = []
+    naive = type(kernels).naive_attention
+
+    def spy(self: Any, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(q))
+        return naive(self, q, *rest)
+
+    monkeypatch.setattr(type(kernels), "naive_attention", spy)
+    runner = OfflineRunner(model, num_blocks=16)
+    runner.step({0: random_tokens(42, 1)})
+    assert seen == []
+    runner.step({0: [1], 1: random_tokens(43, 1), 2: [5, 6]})
+    assert seen == [43] * 4  # the long sequence alone, in each layer
+    runner = OfflineRunner(load(checkpoint("v3"), kernels), num_blocks=16)
+    runner.step({0: random_tokens(90, 1)})
+    assert seen == [43] * 4  # never in deterministic mode
 
 
 @pytest.mark.parametrize("name", ["v3", "glm-lite"])
