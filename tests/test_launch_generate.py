@@ -1,0 +1,74 @@
+"""Where prompts come from, and what goes to `LLM` and into the JSON object."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch.generate import Ask, flat_settings, read_prompts, report
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError
+from moeserve.llm import config_from
+
+
+def ask(*prompts: str, file: Path | None = None) -> Ask:
+    return Ask(prompts, file, False, 8, 0.0, 1.0, 0, (), False, True)
+
+
+def test_prompts_from_flags_files_and_stdin(tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file\n\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+    assert read_prompts(ask("a", "b")) == ["a", "b"]
+    assert read_prompts(ask("a", file=file)) == ["a", "from a file\n"]
+    assert read_prompts(ask()) == ["from stdin"]
+
+
+def test_a_dash_is_stdin_beside_flags(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x"))
+    assert read_prompts(ask("a", file=Path("-"))) == ["a", "x"]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
+def test_an_unreadable_file_is_named(tmp_path, content):
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(file)):
+        read_prompts(ask(file=file))
+
+
+def test_settings_reach_the_engine_unchanged(tmp_path):
+    flags = {
+        "model": {"checkpoint": tmp_path, "dtype": "float32"},
+        "parallel": {"ep": 2, "redundant_experts": 3},
+        "cache": {"block_size": 4},
+        "engine": {"threads": 1},
+    }
+    config = ServeConfig.load(None, flags)
+    assert config_from(tmp_path, 2, flat_settings(config)) == config
+
+
+def output(tokens: int, first: float = 0.5, total: float = 1.5) -> SimpleNamespace:
+    return SimpleNamespace(
+        prompt_token_ids=(1, 2), token_ids=list(range(tokens)), text="x" * tokens,
+        finish_reason="length", error=None, num_cached_tokens=0,
+        first_token_seconds=first, total_seconds=total,
+    )  # fmt: skip
+
+
+def test_report():
+    config = ServeConfig.load(None, {"model": {"checkpoint": Path("/some/tiny")}})
+    one = report(config, ["a"], [output(3)], 2.0)
+    assert (one["model"], one["text"], one["token_ids"]) == ("tiny", "xxx", [0, 1, 2])
+    assert one["timing"] == {
+        "ttft": 0.5, "total": 1.5, "tokens_per_second": 2.0, "decode_tokens_per_second": 2.0
+    }  # fmt: skip
+    assert one["outputs"][0]["prompt"] == "a"
+    two = report(config, ["a", "b"], [output(3), output(1)], 2.0)
+    assert "text" not in two and [o["text"] for o in two["outputs"]] == ["xxx", "x"]
+    assert two["overall"]["tokens_per_second"] == 2.0
+    assert two["outputs"][1]["timing"]["decode_tokens_per_second"] is None

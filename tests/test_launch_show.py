@@ -1,0 +1,82 @@
+"""What a person sees: progress lines, the heat table, the bench's table and last line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from launch.bench import PARTS, Bench, Row, show
+from launch.heat import CELLS, heat_rows, level
+from launch.progress import BarProgress, LineProgress, NoProgress, open_progress
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError
+
+
+def test_lines_for_a_stage_that_counts(capsys):
+    lines = LineProgress()
+    for done in (0, 1, 2_000_000, 2_000_000):
+        lines.update("weights", done, 2_000_000)
+    lines.update("cache", 0, 0)
+    lines.close()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("weights: 2.0 of 2.0 MB (")
+
+
+def test_only_rank_0_shows_progress(monkeypatch, capsys):
+    assert isinstance(open_progress(False), NoProgress)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bar = open_progress(True)
+    assert isinstance(bar, BarProgress)
+    bar.update("weights", 5, 10)
+    bar.update("weights", 10, 10)
+    bar.update("warmup", 0, 0)
+    bar.close()
+
+
+def test_levels():
+    assert [level(c, 10.0) for c in (0, 1, 30, 1000)] == [0, 1, len(CELLS) - 1, len(CELLS) - 1]
+    assert level(5, 0.0) == 0
+    assert [level(c, 10.0) for c in range(0, 40)] == sorted(level(c, 10.0) for c in range(0, 40))
+
+
+def test_heat_rows():
+    text = heat_rows([("layer 1", [0, 4, 0, 0]), ("2", [1, 1, 1, 1])], 2).plain.splitlines()
+    assert text[0] == "  layer 1 |  ██|    | 4.0x"
+    assert text[1].startswith("  2       |") and text[1].endswith("| 1.0x")
+    assert "0.0x" in heat_rows([("none", [0, 0])], 1).plain
+
+
+def test_bench_shows_a_table_and_ends_with_json(capsys):
+    row = Row("decode", 8, 16, 4, 123.4, 8.1, 3, dict.fromkeys(PARTS, 1.0), [123.4])
+    info = {"dtype": "bfloat16", "dispatcher": "local", "notes": ["x"], "kv_plan": "y"}
+    config = ServeConfig.load(None, {"model": {"checkpoint": "/some/tiny"}})
+    show([row], config, info, threads=2)
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert result["rows"][0]["tokens_per_second"] == 123.4
+    assert result["checkpoint"] == "tiny" and "notes" not in result["info"]
+    assert any("123.4" in line and "16+4" in line for line in lines[:-1])
+
+
+def bench(batch: str = "1", prompt: int = 100, output: int = 20, prefill: int = 0) -> Bench:
+    return Bench(batch, prompt, output, prefill, 1)
+
+
+@pytest.mark.parametrize("batch", ["", "0", "1,x", "-1", "1,,2"])
+def test_bench_refuses_odd_batches(batch):
+    with pytest.raises(ConfigError, match="batch="):
+        bench(batch)._batches()
+
+
+def test_bench_makes_room_for_the_largest_batch():
+    config = ServeConfig.load(None, {"parallel": {"ep": 2}})
+    roomy = bench()._with_room(config, 1000)
+    assert roomy.schedule.max_num_sequences == 500 and roomy.schedule.token_budget == 512
+    assert roomy.cache.kv_tokens is not None and roomy.cache.kv_tokens >= 500 * 120
+    small = ServeConfig.load(
+        None, {"schedule": {"max_num_sequences": 4}, "cache": {"kv_tokens": 9}}
+    )
+    with pytest.raises(ConfigError) as caught:
+        bench()._with_room(small, 8)
+    assert len(caught.value.problems) == 2
