@@ -20,6 +20,7 @@ from models.interface import CausalLM, PagedKVCache
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
+from moeserve.logprobs import token_logprobs
 from moeserve.scheduler import StepPlan, StepResult
 
 
@@ -87,12 +88,8 @@ class ModelRunner:
         for rows in batch.prompt_rows:
             part = logits[rows.first : rows.first + len(rows.next_ids)]
             tops = [rows.top] * len(rows.next_ids)
-            prompt[rows.request_id] = sampler.token_logprobs(part, rows.next_ids, tops)
-        logits = logits[: batch.num_sampled]
-        broken = sampler.broken_rows(logits)
-        if broken:
-            logits = torch.index_fill(logits, 0, torch.tensor(broken, device=logits.device), 0.0)
+            prompt[rows.request_id] = token_logprobs(part, rows.next_ids, tops)
         members = [plan.sequences[i] for i in plan.sampled]
-        tokens, logprobs = sampler.sample(logits, members) if members else ([], {})
-        failed = dict.fromkeys(broken, "the model's logits are not finite")
-        return StepResult(tokens, logprobs, prompt, failed)
+        sampled = sampler.sample(logits[: batch.num_sampled], members)
+        failed = dict.fromkeys(sampled.broken, "the model's logits are not finite")
+        return StepResult(sampled.token_ids, sampled.logprobs, prompt, failed)

@@ -27,28 +27,44 @@ Shape letters: O rows, V vocabulary, n rows of a group.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.logprobs import token_logprobs
 from moeserve.request import TokenLogprob
 from moeserve.sequence import GREEDY_BELOW, SamplingNeeds, Sequence
 
-FIRST_CANDIDATES = 256  # sorted first; the whole vocabulary only where that did not suffice
+# Candidates that are sorted: within so much of the best scaled logit; all, where that does not do.
+DROPS = (4.0, 10.0)
+# Logits drawn from at once on a CPU: what lies in its cache. More only pays for page faults.
+CACHE_ELEMENTS = 1 << 15
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
-    """logits [O, V] fp32, row j of sequences[j] -> (token ids [O], logprobs of rows that ask).
+@dataclass(frozen=True)
+class Sampled:
+    """token_ids [O]; logprobs by row, of rows that ask; broken: rows whose logits are not finite
+    (their token means nothing)."""
 
-    The logits may be changed in place. Rows must be finite where not masked: see `broken_rows`.
-    """
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    broken: tuple[int, ...] = ()
+
+
+def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+    """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place."""
     needs = 0
     for sequence in sequences:
         needs |= sequence.needs
+    best_ids = _argmax(logits)
+    broken = _broken(logits, best_ids)
     if not needs:
-        return torch.argmax(logits, dim=-1).tolist(), {}
+        return Sampled(best_ids.tolist(), {}, broken)
+    if broken:
+        logits[list(broken)] = 0.0
     raw: Tensor | None = None
     asking: list[int] = []
     if needs & SamplingNeeds.LOGPROBS:
@@ -56,22 +72,28 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], dict[in
         raw = logits[asking]
     if needs & SamplingNeeds.EDITED:
         edit_logits(logits, sequences)
+        best_ids = _argmax(logits)
+    tokens = best_ids.tolist()
     if needs & SamplingNeeds.RANDOM:
-        tokens = _choose(logits, sequences)
-    else:
-        tokens = torch.argmax(logits, dim=-1).tolist()
+        _draw(logits, sequences, tokens)
     if raw is None:
-        return tokens, {}
+        return Sampled(tokens, {}, broken)
     tops = [sequences[j].sampling.logprobs or 0 for j in asking]
     entries = token_logprobs(raw, [tokens[j] for j in asking], tops)
-    return tokens, dict(zip(asking, entries, strict=True))
+    return Sampled(tokens, dict(zip(asking, entries, strict=True)), broken)
 
 
-def broken_rows(logits: Tensor) -> list[int]:
+def _argmax(logits: Tensor) -> Tensor:
+    """[O, V] -> [O], the lowest id of a tie; a NaN wins. On CPUs numpy's is ten times faster."""
+    if logits.device.type == "cpu" and logits.shape[0]:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return torch.argmax(logits, dim=-1)
+
+
+def _broken(logits: Tensor, best_ids: Tensor) -> tuple[int, ...]:
     """Rows with a NaN or +inf, or with nothing above -inf: the model failed there."""
-    best = logits.amax(dim=-1)  # a NaN wins
-    fine = torch.isfinite(best)
-    return [] if bool(fine.all()) else torch.nonzero(~fine).flatten().tolist()
+    fine = torch.isfinite(torch.gather(logits, 1, best_ids.unsqueeze(1)).squeeze(1))
+    return () if bool(fine.all()) else tuple(torch.nonzero(~fine).flatten().tolist())
 
 
 # -- editing ------------------------------------------------------------------------------------
@@ -166,140 +188,116 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _choose(logits: Tensor, sequences: Seq[Sequence]) -> list[int]:
-    """Steps 6 to 9 for rows of which some are random."""
+def _draw(logits: Tensor, sequences: Seq[Sequence], tokens: list[int]) -> None:
+    """Steps 7 to 9: replace the tokens of random rows."""
     random = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.RANDOM]
     whole = [j for j in random if not sequences[j].needs & SamplingNeeds.TRUNCATED]
     truncated = [j for j in random if sequences[j].needs & SamplingNeeds.TRUNCATED]
-    if len(random) == len(sequences):
-        tokens = [0] * len(sequences)
-    else:
-        tokens = torch.argmax(logits, dim=-1).tolist()
-    for group, draw in ((whole, _draw_whole), (truncated, _draw_truncated)):
-        if not group:
-            continue
-        members = [sequences[j] for j in group]
-        u = uniforms([s.seed for s in members], [s.num_output_tokens for s in members])
-        temperature = torch.tensor([s.temperature for s in members], device=logits.device)
-        rows = logits if len(group) == len(sequences) else logits[group]
-        scaled = rows / temperature.unsqueeze(1)
-        probs = torch.softmax(scaled, dim=-1)
-        for j, token in zip(
-            group, draw(scaled, probs, torch.from_numpy(u), members).tolist(), strict=True
-        ):
+    on_cpu = logits.device.type == "cpu"
+    at_once = max(1, CACHE_ELEMENTS // logits.shape[1]) if on_cpu else len(random)
+    for start in range(0, len(whole), at_once):
+        part = whole[start : start + at_once]
+        drawn = _draw_whole(logits[part], [sequences[j] for j in part])
+        for j, token in zip(part, drawn, strict=True):
             tokens[j] = token
-    return tokens
+    if truncated:
+        drawn = _draw_truncated(logits[truncated], [sequences[j] for j in truncated])
+        for j, token in zip(truncated, drawn, strict=True):
+            tokens[j] = token
 
 
-def _draw_whole(scaled: Tensor, probs: Tensor, u: Tensor, members: Seq[Sequence]) -> Tensor:
-    """Untruncated rows: no sorting. probs [n, V], u [n] -> [n]."""
+def _scaled(rows: Tensor, members: Seq[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (rows / temperature [n, V], their softmax [n, V], u [n] fp64)."""
+    u = uniforms([s.seed for s in members], [s.num_output_tokens for s in members])
+    temperature = torch.tensor([s.temperature for s in members], device=rows.device)
+    scaled = rows / temperature.unsqueeze(1)
+    return scaled, torch.softmax(scaled, dim=-1), torch.from_numpy(u).to(rows.device)
+
+
+def _draw_whole(rows: Tensor, members: Seq[Sequence]) -> list[int]:
+    """Untruncated rows [n, V] -> n tokens: no sorting."""
+    _, probs, u = _scaled(rows, members)
     mass = torch.cumsum(probs, dim=-1, dtype=torch.float64)
-    return _passed(mass, u.to(mass.device) * mass[:, -1])
+    return _passed(mass, u * mass[:, -1]).tolist()
 
 
-def _draw_truncated(scaled: Tensor, probs: Tensor, u: Tensor, members: Seq[Sequence]) -> Tensor:
-    """Rows with top-k, top-p or min-p -> [n]. Sorts a few candidates first; rows of which they may
-    not hold all that is kept are sorted whole: the same result, as the order is the same."""
-    n, vocab = scaled.shape
-    device = scaled.device
+def _draw_truncated(rows: Tensor, members: Seq[Sequence]) -> list[int]:
+    """Rows with top-k, top-p or min-p -> n tokens. Sorts a few candidates first; rows of which they
+    may not hold all that is kept are tried with more: the same result, as the order is the same."""
+    n, vocab = rows.shape
+    device = rows.device
     params = [s.sampling for s in members]
     k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=device)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
-    u = u.to(device)
     out = torch.empty(n, dtype=torch.int64, device=device)
-    width = min(FIRST_CANDIDATES, vocab)
-    tokens, exact = _draw_among(scaled, probs, u, k, top_p, min_p, width)
-    out[exact] = tokens[exact]
-    rest = torch.nonzero(~exact).flatten()
-    if len(rest):
-        args = (scaled[rest], probs[rest], u[rest], k[rest], top_p[rest], min_p[rest])
-        out[rest], _ = _draw_among(*args, vocab)
-    return out
+    rest = torch.arange(n, device=device)
+    columns = [*_scaled(rows, members), k, top_p, min_p]
+    for drop in (*DROPS, None):
+        tokens, exact = _draw_among(drop, *columns)
+        out[rest[exact]] = tokens[exact]
+        if bool(exact.all()):
+            break
+        rest = rest[~exact]
+        columns = [x[~exact] for x in columns]
+    return out.tolist()
 
 
 def _draw_among(
+    drop: float | None,
     scaled: Tensor,
     probs: Tensor,
     u: Tensor,
     k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
-    width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Steps 8 and 9 within the best `width` tokens -> (tokens [n], exact [n]: nothing beyond the
-    candidates could have been kept)."""
+    """Steps 8 and 9 within the candidates of `drop` -> (tokens [n], exact [n]: nothing beyond them
+    could have been kept)."""
     vocab = scaled.shape[1]
-    ids, exact = best(scaled, width)
-    p = torch.gather(probs, 1, ids)
+    ids, num = _candidates(scaled, drop)
+    place = torch.arange(ids.shape[1], device=scaled.device)
+    there = place < num.unsqueeze(1)
+    p = torch.gather(probs, 1, ids).masked_fill_(~there, 0.0)
     mass = torch.cumsum(p, dim=-1, dtype=torch.float64)
     before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
-    of_k = torch.gather(mass, 1, (torch.clamp(k, max=width) - 1).unsqueeze(1))
+    of_k = torch.gather(mass, 1, (torch.minimum(k, num) - 1).unsqueeze(1))
     base = torch.where(k.unsqueeze(1) < vocab, of_k, torch.ones_like(of_k))
-    kept = torch.arange(width, device=scaled.device) < k.unsqueeze(1)
+    kept = there & (place < k.unsqueeze(1))
     kept &= before < top_p.unsqueeze(1) * base
     kept &= p >= min_p.unsqueeze(1) * p[:, :1]
     count = kept.sum(dim=-1).clamp(min=1)  # of a prefix: each condition is monotone
-    if width < vocab:
-        exact &= (k <= width) | ((k >= vocab) & (count < width))
+    exact = (num >= vocab) | (k <= num) | ((k >= vocab) & (count < num))
     total = torch.gather(mass, 1, (count - 1).unsqueeze(1)).squeeze(1)
     index = torch.minimum(_passed(mass, u * total), count - 1)
     return torch.gather(ids, 1, index.unsqueeze(1)).squeeze(1), exact
+
+
+def _candidates(scaled: Tensor, drop: float | None) -> tuple[Tensor, Tensor]:
+    """Ids within `drop` of each row's best, best first, ties to the lowest id: (ids [n, width],
+    how many of them count [n]). The width is that of the row with most; None: all ids."""
+    n, vocab = scaled.shape
+    if drop is None:
+        ids = torch.sort(scaled, dim=-1, descending=True, stable=True).indices
+        return ids, torch.full((n,), vocab, device=scaled.device)
+    near = scaled >= scaled.amax(dim=-1, keepdim=True) - drop
+    rows, ids = torch.nonzero(near, as_tuple=True)  # by row, then by ascending id
+    num = torch.bincount(rows, minlength=n)
+    place = torch.arange(len(rows), device=scaled.device)
+    place -= torch.repeat_interleave(torch.cumsum(num, 0) - num, num)
+    width = int(num.max())
+    values = torch.full((n, width), -torch.inf, device=scaled.device)
+    values[rows, place] = scaled[rows, ids]
+    table = torch.zeros((n, width), dtype=torch.int64, device=scaled.device)
+    table[rows, place] = ids
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    return torch.gather(table, 1, order), num
 
 
 def _passed(mass: Tensor, target: Tensor) -> Tensor:
     """First index of each row at which the cumulative mass passes target; never of zero mass."""
     index = torch.searchsorted(mass, target.unsqueeze(1), right=True).squeeze(1)
     return index.clamp(max=mass.shape[1] - 1)
-
-
-def best(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The ids [n, width] of the largest values, ties to the lowest id; exact [n] is False where a
-    tie crosses the width, so that another id may have belonged there."""
-    n, vocab = x.shape
-    if width >= vocab:
-        order = torch.sort(x, dim=-1, descending=True, stable=True).indices
-        return order, torch.ones(n, dtype=torch.bool, device=x.device)
-    values, ids = torch.topk(x, width, dim=-1)
-    exact = (x >= values[:, -1:]).sum(dim=-1) == width
-    ids, by_id = torch.sort(ids, dim=-1)
-    values = torch.gather(values, 1, by_id)
-    by_value = torch.sort(values, dim=-1, descending=True, stable=True).indices
-    return torch.gather(ids, 1, by_value), exact
-
-
-# -- log-probabilities --------------------------------------------------------------------------
-
-
-def token_logprobs(raw: Tensor, token_ids: Seq[int], tops: Seq[int]) -> list[TokenLogprob]:
-    """raw [n, V] logits before any editing; tops[j]: how many alternatives row j reports."""
-    n, vocab = raw.shape
-    if n == 0:
-        return []
-    logp = torch.log_softmax(raw, dim=-1)
-    at = torch.tensor(list(token_ids), device=raw.device).unsqueeze(1)
-    value = torch.gather(raw, 1, at)
-    lower = torch.arange(vocab, device=raw.device) < at
-    rank = 1 + (raw > value).sum(dim=-1) + ((raw == value) & lower).sum(dim=-1)
-    chosen = torch.gather(logp, 1, at).squeeze(1).tolist()
-    width = min(max(tops), vocab)
-    top_ids: list[list[int]] = [[]] * n
-    top_values: list[list[float]] = [[]] * n
-    if width > 0:
-        ids, exact = best(raw, width)
-        if not bool(exact.all()):
-            ids = best(raw, vocab)[0][:, :width]
-        top_ids = ids.tolist()
-        top_values = torch.gather(logp, 1, ids).tolist()
-    return [
-        TokenLogprob(
-            token,
-            chosen[j],
-            ranked,
-            tuple(zip(top_ids[j][: tops[j]], top_values[j][: tops[j]], strict=True)),
-        )
-        for j, (token, ranked) in enumerate(zip(token_ids, rank.tolist(), strict=True))
-    ]
 
 
 # -- the twin -----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from moeserve import sampler
-from moeserve.request import Request, SamplingParams
-from moeserve.sampler import broken_rows, sample, sample_slowly, token_logprobs, uniforms
+from moeserve.logprobs import token_logprobs
+from moeserve.request import Request, SamplingParams, TokenLogprob
+from moeserve.sampler import sample, sample_slowly, uniforms
 from moeserve.sequence import Sequence
 
 EOS = frozenset({3, 5})
@@ -37,6 +38,12 @@ def logits_for(rows: int, vocab: int, seed: int = 0) -> Tensor:
     x = torch.randn(rows, vocab, generator=generator) * 3
     x[:, ::7] = x[:, 1:2]  # ties, across any width
     return x
+
+
+def run(logits: Tensor, rows: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
+    sampled = sample(logits, rows)
+    assert sampled.broken == ()
+    return sampled.token_ids, sampled.logprobs
 
 
 MENU: list[dict[str, object]] = [
@@ -71,7 +78,7 @@ MENU: list[dict[str, object]] = [
 def test_batched_sampling_is_the_slow_twin_row_by_row(vocab: int) -> None:
     rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 3)]
     logits = logits_for(len(rows), vocab)
-    tokens, logprobs = sample(logits.clone(), rows)
+    tokens, logprobs = run(logits.clone(), rows)
     for j, row in enumerate(rows):
         token, entry = sample_slowly(logits[j], row)
         assert tokens[j] == token, (j, row.sampling)
@@ -82,11 +89,11 @@ def test_company_changes_no_bit() -> None:
     vocab = 700
     rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 2)]
     logits = logits_for(len(rows), vocab)
-    tokens, logprobs = sample(logits.clone(), rows)
+    tokens, logprobs = run(logits.clone(), rows)
     rng = random.Random(1)
     for size in (1, 1, 2, 3, 5, 17, len(rows)):
         some = rng.sample(range(len(rows)), size)
-        got, entries = sample(logits[some].clone(), [rows[j] for j in some])
+        got, entries = run(logits[some].clone(), [rows[j] for j in some])
         assert got == [tokens[j] for j in some]
         for i, j in enumerate(some):
             assert entries.get(i) == logprobs.get(j)
@@ -100,9 +107,9 @@ def test_one_row_is_summed_as_many_are(threads: int) -> None:
     try:
         logits = logits_for(6, 40_000)
         rows = [sequence(40_000, i, logprobs=2, top_p=1.0 - 0.1 * (i % 2)) for i in range(6)]
-        tokens, logprobs = sample(logits.clone(), rows)
+        tokens, logprobs = run(logits.clone(), rows)
         for j in range(6):
-            alone, entry = sample(logits[j : j + 1].clone(), [rows[j]])
+            alone, entry = run(logits[j : j + 1].clone(), [rows[j]])
             assert alone == [tokens[j]] and entry[0] == logprobs[j]
     finally:
         torch.set_num_threads(before)
@@ -114,21 +121,21 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
         logits[1, vocab // 2 :] = 1.0
         logits[2, -1] = 2.0
         rows = [sequence(vocab, i, temperature=0.0) for i in range(3)]
-        assert sample(logits, rows)[0] == [0, vocab // 2, vocab - 1]
+        assert sample(logits, rows).token_ids == [0, vocab // 2, vocab - 1]
 
 
 def test_a_seed_and_a_position_make_the_draw() -> None:
     vocab = 50
     logits = logits_for(1, vocab) / 9
     one = sequence(vocab, 1, temperature=1.5, seed=7)
-    token = sample(logits.clone(), [one])[0]
-    assert sample(logits.clone(), [one])[0] == token  # nothing was used up
+    token = sample(logits.clone(), [one]).token_ids
+    assert sample(logits.clone(), [one]).token_ids == token  # nothing was used up
     one.preempted()
-    assert sample(logits.clone(), [one])[0] == token
+    assert sample(logits.clone(), [one]).token_ids == token
     drawn = set()
     for _ in range(30):
         one.append(0)
-        drawn.add(sample(logits.clone(), [one])[0][0])
+        drawn.add(sample(logits.clone(), [one]).token_ids[0])
     assert len(drawn) > 5
     unseeded = [sequence(vocab, i, temperature=1.5).seed for i in range(4)]
     assert len(set(unseeded)) == 4
@@ -161,7 +168,7 @@ def test_draws_follow_the_distribution() -> None:
         ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]),
     ):
         rows = [sequence(4, i, seed=i, **params) for i in range(3000)]
-        tokens = sample(logits.repeat(3000, 1), rows)[0]
+        tokens = sample(logits.repeat(3000, 1), rows).token_ids
         share = np.bincount(tokens, minlength=4) / 3000
         assert np.abs(share - target).max() < 0.035, params
 
@@ -180,7 +187,7 @@ def test_rank_agrees_with_the_order_of_the_alternatives() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     row = sequence(3, 1, temperature=0.0, logprobs=3, logit_bias={0: 50.0})
-    tokens, entries = sample(logits.clone(), [row])
+    tokens, entries = run(logits.clone(), [row])
     assert tokens == [0]
     assert entries[0].rank == 3
     assert entries[0].logprob == pytest.approx(-2.4076, abs=1e-3)
@@ -192,18 +199,23 @@ def test_masked_rows_and_ids_outside_the_vocabulary() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 3] = 9.0
     logits[0, 6] = 8.0
-    assert sample(logits.clone(), [row])[0] == [sample_slowly(logits[0], row)[0]]
-    assert sample(logits.clone(), [row])[0] != [3]
+    assert sample(logits.clone(), [row]).token_ids == [sample_slowly(logits[0], row)[0]]
+    assert sample(logits.clone(), [row]).token_ids != [3]
 
 
-def test_broken_rows_are_found() -> None:
-    logits = torch.zeros(5, 4)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "logprobs": 2}])
+def test_broken_rows_are_found_and_spoil_no_others(params: dict[str, object]) -> None:
+    logits = logits_for(6, 20)
     logits[1, 2] = float("nan")
     logits[2, 0] = float("inf")
     logits[3] = float("-inf")
-    logits[4, :3] = float("-inf")
-    assert broken_rows(logits) == [1, 2, 3]
-    assert broken_rows(logits[:1]) == [] and broken_rows(torch.zeros(0, 4)) == []
+    logits[4, :10] = float("-inf")
+    rows = [sequence(20, i, **params) for i in range(6)]
+    sampled = sample(logits.clone(), rows)
+    assert sampled.broken == (1, 2, 3)
+    for j in (0, 4, 5):
+        assert sampled.token_ids[j] == sample_slowly(logits[j], rows[j])[0]
+    assert sample(torch.zeros(0, 4), []).token_ids == []
 
 
 def test_few_candidates_are_enough_or_the_row_is_sorted_whole(
@@ -212,7 +224,8 @@ def test_few_candidates_are_enough_or_the_row_is_sorted_whole(
     vocab = 400
     rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 4)]
     logits = logits_for(len(rows), vocab, seed=5)
+    monkeypatch.setattr(sampler, "DROPS", ())
     whole = sample(logits.clone(), rows)
-    for width in (1, 2, 7, 399):
-        monkeypatch.setattr(sampler, "FIRST_CANDIDATES", width)
+    for drops in ((0.0,), (0.5, 1.0), (4.0, 10.0), (100.0,)):
+        monkeypatch.setattr(sampler, "DROPS", drops)
         assert sample(logits.clone(), rows) == whole

@@ -187,8 +187,8 @@ def test_hits_on_what_another_run_computed_change_no_bit(case: Any) -> None:
 def test_preemption_changes_no_bit(case: Any) -> None:
     loaded, asked, *_ = case
     long = [
-        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, max_tokens=30))
-        for r in asked[:10]
+        msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, max_tokens=26))
+        for r in asked[:8]
     ]
     plain = serve(loaded, long, together=False)
     for prefix in (True, False):

@@ -1,0 +1,222 @@
+"""Law 5 over real gloo ranks: whatever the expert-parallel degree, redundancy, where requests run
+and how they are cut, tokens and log-probabilities are bitwise those of one rank alone.
+
+Run by pytest this file starts itself as a script, which forks the ranks; one set of processes goes
+through all cases. Rank 0 also computes the plain run, in a group of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep.group import EPGroup
+from models.deepseek.random_checkpoint import write_random_checkpoint
+from models.deepseek.random_families import family_config
+from moeserve.build import build_engine
+from moeserve.cache import BlockCache
+from moeserve.config import ServeConfig
+from moeserve.engine import Engine
+from moeserve.request import Request, SamplingParams
+from moeserve.runner import ModelRunner
+from moeserve.scheduler import ScheduleLimits, Scheduler
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 96
+# Checkpoint, dtype, redundant experts: 0, 3 or as many as there are. 17 + 3 divide by 2 and by 4.
+CASES = (
+    ("v3", "float32", 0),
+    ("v3", "float32", 16),
+    ("v3", "bfloat16", 16),
+    ("kimi", "float32", 3),
+    ("kimi", "bfloat16", 3),
+    ("bundled", "float32", 32),
+    ("bundled", "bfloat16", 0),
+)
+# Where request i of n runs, for R ranks: everywhere, all on one rank, most on the last one.
+HOMES = {
+    "spread": lambda i, ranks: i % ranks,
+    "all-on-0": lambda i, ranks: 0,
+    "rank-0-drains-early": lambda i, ranks: 0 if i == 0 else ranks - 1,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "spread": {"prefix": True, "size": 16},  # prefix cache on, chunking off
+    "all-on-0": {"chunk": 3, "size": 4, "prefix": True},
+    "rank-0-drains-early": {"chunk": 5, "size": 4, "tokens": LENGTH, "rows": 12},  # preemption
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_change_no_bit(num_ranks: int, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, __file__, str(num_ranks), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    reports = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(num_ranks)]
+    plain = reports[0].pop("plain")
+    compared = 0
+    for case in reports[0]:
+        merged: dict[str, Any] = {}
+        for report in reports:
+            merged |= report[case]["outputs"]
+        wanted = plain[case.split("/")[0]]
+        assert merged.keys() == wanted.keys(), case
+        for name, found in merged.items():
+            assert found == wanted[name], f"{case}: request {name}"
+            compared += 1
+        # The collectives are a function of what all agreed on: the same number on every rank.
+        for what in ("steps", "calls"):
+            assert len({report[case][what] for report in reports}) == 1, (case, what)
+        assert all(report[case]["leaked"] == 0 for report in reports)
+    pressed = [r[c]["preemptions"] for r in reports for c in r if c.endswith("early")]
+    assert max(pressed) > 0
+    assert compared >= 12 * len(reports[0]) > 0
+
+
+def requests(vocab: int) -> list[Request]:
+    rng = random.Random(1)
+    base = [rng.randrange(3, vocab) for _ in range(50)]
+    made = []
+    for i in range(12):
+        prompt = base[: rng.choice([0, 5, 17, 33, 50])]
+        prompt = [*prompt, *(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 8)))]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=rng.randrange(5, 20), ignore_eos=True, logprobs=1
+        )
+        made.append(Request(request_id=f"{i}", prompt_token_ids=tuple(prompt), sampling=sampling))
+    return made
+
+
+def load(folder: Path, dtype: str, redundant: int, group: EPGroup) -> Engine:
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"checkpoint": folder, "dtype": dtype},
+        "parallel": {"redundant_experts": redundant, "ep": group.size},
+        "cache": {"kv_tokens": 256},
+        "schedule": {"max_model_len": LENGTH},
+    }
+    return build_engine(ServeConfig.load(None, settings), group)
+
+
+def serve(
+    loaded: Engine,
+    group: EPGroup,
+    mine: list[Request],
+    *,
+    size: int = 16,
+    tokens: int = 2048,
+    rows: int = 8,
+    chunk: int | None = None,
+    prefix: bool = False,
+    together: bool = True,
+) -> dict[str, Any]:
+    """This rank's part; every rank calls it, with requests or without, until all agree to stop."""
+    model = loaded.runner.model
+    cache = BlockCache(tokens // size, size, rows, prefix)
+    pages = model.cache_spec.allocate(tokens // size, size, torch.device("cpu"))
+    limits = ScheduleLimits(rows, 512, chunk, LENGTH)
+    runner = ModelRunner(model, pages, cache.tables)
+    engine = Engine(runner, Scheduler(cache, limits), group)
+    calls = model.dispatcher.stats.calls  # type: ignore[attr-defined]
+    outputs: dict[str, list[Any]] = {}
+    waiting, steps = list(mine), 0
+    while not engine.stopped:
+        while waiting and (together or not engine.has_work):
+            engine.add_request(waiting.pop(0))
+        if not waiting and not engine._stop_asked:
+            engine.request_stop()
+        for output in engine.step():
+            assert output.error is None
+            entries = outputs.setdefault(output.request_id, [])
+            entries += [[e.token_id, e.logprob.hex(), e.top] for e in output.logprobs]
+        steps += 1
+    return {
+        "outputs": outputs,
+        "steps": steps,
+        "calls": model.dispatcher.stats.calls - calls,  # type: ignore[attr-defined]
+        "leaked": cache.pool.num_blocks - cache.num_available,
+        "preemptions": engine.stats().preemptions,
+    }
+
+
+def rank_main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
+    group = EPGroup(rank, size, size, dist.group.WORLD, dist.new_group(backend="gloo"))
+    report: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for name, dtype, redundant in CASES:
+        checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
+        if not (checkpoint / "config.json").is_file():
+            continue
+        loaded = load(checkpoint, dtype, redundant, group)
+        asked = requests(loaded.runner.model.config.vocab_size)
+        if rank == 0 and f"{name}-{dtype}" not in plain:
+            alone = EPGroup.single()
+            single = load(checkpoint, dtype, 0, alone)
+            plain[f"{name}-{dtype}"] = serve(single, alone, asked, together=False)["outputs"]
+        for home, variant in VARIANTS.items():
+            mine = [r for i, r in enumerate(asked) if HOMES[home](i, size) == rank]
+            case = f"{name}-{dtype}/{redundant}/{home}"
+            report[case] = serve(loaded, group, mine, **variant)
+        loaded.close()
+    if rank == 0:
+        report["plain"] = plain
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    small = {"num_hidden_layers": 3, "max_position_embeddings": 256}
+    for family, more in (("v3", {}), ("kimi", {"n_routed_experts": 17})):
+        config = family_config(family, **small, **more)
+        write_random_checkpoint(folder / family, config, tokenizer=False)
+    parent, children = os.getpid(), []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            code = 1
+            try:
+                if os.getppid() == parent:
+                    rank_main(rank, size, folder)
+                    code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return max(codes, key=abs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
