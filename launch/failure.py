@@ -85,8 +85,13 @@ def write(path: Path | None, error: BaseException) -> None:
     if path is None:
         return
     details = "" if is_typed(error) else "".join(traceback.format_exception(error))
-    extra = {"py_callstack": details, "timestamp": str(int(time.time())), "when": time.time()}
     message = str(error) if is_typed(error) else f"{type(error).__name__}: {error}"
+    extra = {
+        "py_callstack": details or message,  # what torchrun's table shows
+        "details": details,
+        "timestamp": str(int(time.time())),
+        "when": time.time(),
+    }
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
@@ -96,7 +101,7 @@ def read(rank: int, exit_code: int, data: object) -> Failure:
     if exit_code >= 0 and isinstance(message, dict):
         extra = message["extraInfo"]
         when = float(extra.get("when", extra["timestamp"]))
-        return Failure(rank, exit_code, message["message"], extra["py_callstack"], when)
+        return Failure(rank, exit_code, message["message"], extra.get("details", ""), when)
     return Failure(rank, exit_code, describe_exit(exit_code), when=time.time())
 
 
