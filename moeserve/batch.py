@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from models.interface import ForwardBatch
-from moeserve.scheduler import StepPlan
+from moeserve.plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
+from moeserve.plan import StepPlan
 from moeserve.runner import ModelRunner, StepRecorder
-from moeserve.scheduler import ScheduleLimits, Scheduler, StepPlan
+from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.startup import StartUp, prepare, size_cache
 
 LOAD_WINDOW_STEPS = 256

@@ -24,9 +24,10 @@ from ep.placement import ExpertPlacement
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, Vote
+from moeserve.plan import StepPlan
 from moeserve.request import Request, TokenOutput
 from moeserve.runner import ModelRunner, StepRecorder
-from moeserve.scheduler import Scheduler, StepPlan
+from moeserve.scheduler import Scheduler
 from moeserve.wire import CacheEvents, RankStats
 
 MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault

@@ -21,7 +21,7 @@ from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
 from moeserve.logprobs import token_logprobs
-from moeserve.scheduler import StepPlan, StepResult
+from moeserve.plan import StepPlan, StepResult
 
 
 @dataclass

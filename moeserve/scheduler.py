@@ -16,13 +16,12 @@ Knows nothing of ranks, models or sampling.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moeserve.admission import check_request
 from moeserve.cache import BlockCache
 from moeserve.errors import InvalidRequest
+from moeserve.plan import StepPlan, StepResult
 from moeserve.request import FinishReason, Request, TokenLogprob, TokenOutput
 from moeserve.sequence import Sequence
 
@@ -38,36 +37,6 @@ class ScheduleLimits:
     vocab_size: int | None = None  # None: token ids are not checked
     eos_ids: frozenset[int] = frozenset()
     seed: int = 0
-
-
-@dataclass
-class StepPlan:
-    """What a step computes. Sequence i owns positions start[i] : start[i] + count[i]; its blocks
-    are row rows[i] of `BlockTables.matrix`. sampled: indices whose next token is to be chosen."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decodes: int = 0  # sequences with one token to go, not first computed here
-    preempted: list[str] = field(default_factory=list)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """token_ids[j] is the token chosen for plan.sampled[j]; failed maps such a j to a reason.
-    logprobs[j] where asked. prompt_logprobs: by request id, of the positions just computed."""
-
-    token_ids: Seq[int]
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, Seq[TokenLogprob]] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -193,7 +162,7 @@ class Scheduler:
         while self.waiting and budget > 0 and not preempted:
             if len(running) >= self.limits.max_num_sequences:
                 break
-            if not self._admit(self.waiting[0]):
+            if not self._admit(self.waiting[0], draft):
                 break
             sequence = self.waiting.popleft()
             running.append(sequence)
@@ -273,15 +242,16 @@ class Scheduler:
         self.cache.grow(sequence.lease, sequence.num_computed_tokens + count)
         draft[sequence] = count
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, draft: dict[Sequence, int]) -> bool:
         """Give a waiting sequence its lease, if the blocks of all it knows so far are at hand:
-        one admitted on less would be the first to be preempted."""
-        opened = self.cache.open(
-            sequence.tokens,
-            sequence.request.cache_salt,
-            len(sequence.tokens),
-            use_prefix=not sequence.wants_prompt_logprobs,
-        )
+        one admitted on less would be the first to be preempted. Not in a step which computes just
+        the block that it would have to begin with: the next step finds that in the tree."""
+        salt = sequence.request.cache_salt
+        use_prefix = not sequence.wants_prompt_logprobs
+        matched = self.cache.match(sequence.tokens, salt) if use_prefix else []
+        if use_prefix and self._is_being_computed(sequence, len(matched), draft):
+            return False
+        opened = self.cache.open(salt, len(sequence.tokens), matched)
         if opened is None:
             return False
         sequence.lease, cached = opened
@@ -291,6 +261,21 @@ class Scheduler:
             self.counters.prompt_tokens += sequence.num_prompt_tokens
             self.counters.cached_tokens += cached
         return True
+
+    def _is_being_computed(
+        self, sequence: Sequence, num_blocks: int, draft: dict[Sequence, int]
+    ) -> bool:
+        """Whether another sequence completes the block after these `num_blocks` in this step."""
+        end = (num_blocks + 1) * self.cache.block_size
+        if not self.cache.prefix_cache or end >= len(sequence.tokens):
+            return False
+        wanted = sequence.tokens[:end]
+        return any(
+            other.num_computed_tokens < end <= other.num_computed_tokens + count
+            and other.tokens[:end] == wanted
+            and other.request.cache_salt == sequence.request.cache_salt
+            for other, count in draft.items()
+        )
 
     def _preempt(self, victim: Sequence, draft: dict[Sequence, int]) -> None:
         assert victim is self.running[-1] and victim.lease is not None

@@ -65,9 +65,13 @@ def cache_with(tokens: list[int], *, size: int = 2, blocks: int = 8) -> tuple[Bl
     return cache, lease
 
 
+def begin(cache: BlockCache, tokens: list[int], salt: str = "") -> tuple[Lease, int] | None:
+    return cache.open(salt, len(tokens), cache.match(tokens, salt))
+
+
 def write(cache: BlockCache, tokens: list[int], salt: str = "") -> Lease:
     """A sequence that computes all of `tokens`."""
-    opened = cache.open(tokens, salt, len(tokens), use_prefix=True)
+    opened = begin(cache, tokens, salt)
     assert opened is not None
     cache.grow(opened[0], len(tokens))
     cache.commit(opened[0], tokens, len(tokens))
@@ -76,7 +80,7 @@ def write(cache: BlockCache, tokens: list[int], salt: str = "") -> Lease:
 
 def hits(cache: BlockCache, tokens: list[int], salt: str = "") -> int:
     """Cached tokens that a sequence of these tokens would get."""
-    opened = cache.open(tokens, salt, len(tokens), use_prefix=True)
+    opened = begin(cache, tokens, salt)
     assert opened is not None
     cache.close(opened[0])
     return opened[1]
@@ -94,7 +98,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
 def test_only_committed_full_blocks_are_hit() -> None:
     cache = BlockCache(8, 2, max_sequences=4)
     tokens = [1, 2, 3, 4, 5]
-    opened = cache.open(tokens, "", 5, use_prefix=True)
+    opened = begin(cache, tokens)
     assert opened is not None
     cache.grow(opened[0], 5)
     assert hits(cache, tokens) == 0  # blocks are there, nothing is written
@@ -119,7 +123,7 @@ def test_two_that_computed_the_same_keep_one_block() -> None:
     tokens = [1, 2, 3, 4, 5]
     leases = []
     for _ in range(2):  # both begin before either has committed
-        opened = cache.open(tokens, "", 5, use_prefix=True)
+        opened = begin(cache, tokens)
         assert opened is not None and opened[1] == 0
         cache.grow(opened[0], 5)
         leases.append(opened[0])
@@ -166,8 +170,8 @@ def test_open_counts_idle_hits_only_once() -> None:
     cache = BlockCache(3, 2, max_sequences=4)
     cache.close(write(cache, [1, 2, 3, 4]))
     assert cache.num_available == 3
-    assert cache.open([1, 2, 3, 4, 5, 6, 7], "", 7, use_prefix=True) is None  # 4 blocks
-    opened = cache.open([1, 2, 3, 4, 5, 6], "", 6, use_prefix=True)  # 2 hit, 1 free
+    assert begin(cache, [1, 2, 3, 4, 5, 6, 7]) is None  # 4 blocks
+    opened = begin(cache, [1, 2, 3, 4, 5, 6])  # 2 hit, 1 free
     assert opened is not None and opened[1] == 4 and cache.num_available == 1
     cache.grow(opened[0], 6)
     assert cache.num_available == 0
@@ -219,7 +223,8 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def open(self, tokens: list[int], salt: str, use_prefix: bool) -> None:
         before = self.cache.num_available
-        opened = self.cache.open(tokens, salt, len(tokens), use_prefix)
+        matched = self.cache.match(tokens, salt) if use_prefix else []
+        opened = self.cache.open(salt, len(tokens), matched)
         if opened is None:
             assert before < self.cache.blocks_for(len(tokens))
             return

@@ -15,9 +15,10 @@ from moeserve.batch import build_batch
 from moeserve.cache import BlockCache
 from moeserve.engine import Engine
 from moeserve.errors import EngineFailed, NotReady
+from moeserve.plan import StepPlan
 from moeserve.request import FinishReason, Request, SamplingParams
 from moeserve.runner import ModelRunner, StepRecorder
-from moeserve.scheduler import ScheduleLimits, Scheduler, StepPlan
+from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.toy_model import ToyConfig, ToyModel
 
 

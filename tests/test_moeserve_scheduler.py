@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moeserve.cache import BlockCache
 from moeserve.errors import InvalidRequest
+from moeserve.plan import StepPlan, StepResult
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
-from moeserve.scheduler import ScheduleLimits, Scheduler, StepPlan, StepResult
+from moeserve.scheduler import ScheduleLimits, Scheduler
 
 VOCAB = 7
 
@@ -299,14 +300,14 @@ def test_abort_while_waiting_running_and_in_flight() -> None:
 
 def test_a_lost_step_ends_its_sequences_only() -> None:
     scheduler, memory = make(rows=2)
-    for name in "abc":
-        scheduler.add(ask(name, [1, 2, 3, 4, 5], 3))
+    for i, name in enumerate("abc"):
+        scheduler.add(ask(name, [i, 2, 3, 4, 5], 3))
     plan = scheduler.schedule()
     scheduler.abort("a")
     scheduler.fail_plan(plan, "it burnt")
     ends = {o.request_id: (o.finish_reason, o.error) for o in scheduler.take_outbox()}
     assert ends == {"a": (FinishReason.ABORT, None), "b": (FinishReason.ERROR, "it burnt")}
-    assert finish(scheduler, memory) == {"c": expected([1, 2, 3, 4, 5], 3)}
+    assert finish(scheduler, memory) == {"c": expected([2, 2, 3, 4, 5], 3)}
     assert scheduler.cache.num_available == 32 and len(scheduler.cache.tree) == 1
 
 
@@ -337,6 +338,24 @@ def test_cached_tokens_are_told_and_prompt_logprobs_take_no_hit() -> None:
     result = memory.run(plan)
     (output,) = scheduler.commit(plan, StepResult(result.token_ids, prompt_logprobs={"c": known}))
     assert output.prompt_logprobs == (None, *known) and output.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [(64, None), (10, None), (30, 7)])
+def test_equal_prompts_that_come_together_are_computed_once(budget: int, chunk: int | None) -> None:
+    """n > 1 of one prompt: the others wait until its blocks are there, step by step."""
+    scheduler, memory = make(rows=8, size=4, budget=budget, chunk=chunk, blocks=99)
+    prompt = [i % VOCAB for i in range(30)]
+    for i in range(5):
+        scheduler.add(ask(str(i), prompt, 3))
+    scheduler.add(ask("other", [6, 6, 6, 6, 6], 3))
+    got = finish(scheduler, memory)
+    assert got.pop("other") == expected([6] * 5, 3)
+    assert got == {str(i): expected(prompt, 3) for i in range(5)}
+    computed = scheduler.counters.computed_prompt_tokens - 5
+    if chunk is None:
+        assert computed == 30 + 4 * 2  # 28 of 30 tokens are hit by each of the four
+    else:  # a later one starts as soon as it would not repeat this very step's work
+        assert computed < 5 * 30 / 2
 
 
 def test_output_blocks_are_cached_for_the_next_turn() -> None:

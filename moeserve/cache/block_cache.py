@@ -46,15 +46,19 @@ class BlockCache:
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
+    def match(self, token_ids: Sequence[int], salt: str) -> list[Node]:
+        """Cached blocks that a sequence of these tokens may begin with. At least one of the tokens
+        is left to compute: the last one's logits are wanted. Changes nothing."""
+        if not self.prefix_cache:
+            return []
+        return self.tree.match(token_ids, salt, (len(token_ids) - 1) // self.block_size)
+
     def open(
-        self, token_ids: Sequence[int], salt: str, num_positions: int, use_prefix: bool
+        self, salt: str, num_positions: int, matched: Sequence[Node]
     ) -> tuple[Lease, int] | None:
-        """Begin a sequence -> (lease, cached tokens), or None if the blocks of `num_positions`
-        positions are not to be had now. At least one of the tokens is left to compute: the last
-        one's logits are wanted. Cached blocks are owned at once; the others come by `grow`."""
-        matched: list[Node] = []
-        if use_prefix and self.prefix_cache:
-            matched = self.tree.match(token_ids, salt, (len(token_ids) - 1) // self.block_size)
+        """Begin a sequence on its matched blocks -> (lease, cached tokens), or None if the blocks
+        of `num_positions` positions are not to be had now. Matched blocks are owned at once, the
+        others come by `grow`."""
         idle_hits = sum(self.pool.owners[node.block] == 1 for node in matched)
         missing = self.blocks_for(num_positions) - len(matched)
         if missing > self.num_available - idle_hits:

@@ -1,0 +1,43 @@
+"""StepPlan and StepResult: what a step computes, and what came of it. Plain data.
+
+The scheduler makes a plan, runner and sampler fill a result, the scheduler commits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from moeserve.request import TokenLogprob
+from moeserve.sequence import Sequence
+
+
+@dataclass
+class StepPlan:
+    """What a step computes. Sequence i owns positions start[i] : start[i] + count[i]; its blocks
+    are row rows[i] of `BlockTables.matrix`. sampled: indices whose next token is to be chosen."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_decodes: int = 0  # sequences with one token to go, not first computed here
+    preempted: list[str] = field(default_factory=list)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """token_ids[j] is the token chosen for plan.sampled[j]; failed maps such a j to a reason.
+    logprobs[j] where asked. prompt_logprobs: by request id, of the positions just computed."""
+
+    token_ids: Seq[int]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, Seq[TokenLogprob]] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
