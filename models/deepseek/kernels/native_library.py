@@ -24,6 +24,7 @@ FAILURES = {
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _BATCH = [_P, _P, _P, _L, _L]  # positions, query_start, tables, sequences, table width
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "advise_large_pages": (None, [_P, _L]),
     "packed_bytes": (_L, [_L, _L, _I]),
     "pack": (None, [_P, _L, _L, _I, _P, _I]),
     "unpack": (None, [_P, _L, _L, _I, _P]),

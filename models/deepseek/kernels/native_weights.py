@@ -30,6 +30,7 @@ class NativeLinearWeight:
         self.nbytes: int = library.packed_bytes(*shape)
         self.data = torch.empty(self.nbytes, dtype=torch.uint8)
         self.pointer = self.data.data_ptr()
+        library.advise_large_pages(self.pointer, self.nbytes)
         source = weight.detach().to(dtype).contiguous()
         library.pack(source.data_ptr(), *shape, self.pointer, torch.get_num_threads())
 
@@ -60,6 +61,7 @@ class NativeExpertWeights:
         self.data = torch.zeros(num_slots, bundle, dtype=torch.uint8)
         self.nbytes = num_slots * bundle
         self.pointer = self.data.data_ptr()
+        library.advise_large_pages(self.pointer, self.nbytes)
 
     def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)

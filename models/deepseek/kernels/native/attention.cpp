@@ -71,8 +71,9 @@ template <class T> struct TileMemory {
 };
 
 template <class T>
-void latent_span(const Latent<T>& in, const Pages<T>& pages, long columns, long first, long last,
-                 const TileMemory<T>& m, const Running& run) {
+void latent_span(const Latent<T>& in, const Pages<T>& pages, long columns, long first,
+                 long context, const TileMemory<T>& m, const Running& run) {
+  long last = std::min(first + SPAN - 1, context);  // context: the last position any column sees
   const T* rows[PARTITION];
   long stride = round_up(in.rank, LANES);
   reset(run, columns, stride);
@@ -83,7 +84,7 @@ void latent_span(const Latent<T>& in, const Pages<T>& pages, long columns, long 
              false, m.scores);
     soften<T>(m.scores, count, start, columns, m.limits, in.scale, run, m.shrink, m.chances);
     mix<T>(m.chances, columns, rows, count, in.rank, m.values, m.shrink, run.mixed, [&](long i) {
-      if (start + PARTITION + i > last) return;
+      if (start + PARTITION + i > context) return;
       const char* row = reinterpret_cast<const char*>(pages.row(start + PARTITION + i));
       for (long at = 0; at < in.width() * long(sizeof(T)); at += 64) prefetch(row + at);
     });
@@ -149,7 +150,7 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
       Running all = running_at(m.states, columns), one = running_at(m.states + state, columns);
       for (long first = 0; first <= q.last; first += SPAN) {
         const Running& run = first == 0 ? all : one;
-        latent_span(in, pages_of(q), columns, first, std::min(first + SPAN - 1, q.last), m, run);
+        latent_span(in, pages_of(q), columns, first, q.last, m, run);
         if (first > 0) merge(all, one, columns, stride);
       }
       finish(all, q.begin, (q.end - q.begin) * in.heads, in.heads, in.rank, in.out);
@@ -178,7 +179,7 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
     long columns = columns_of(q);
     TileMemory<T> m(memory, columns, in.width(), 0);
     latent_queries(in, b, q, columns, m);
-    latent_span(in, pages_of(q), columns, item.first, std::min(item.first + SPAN - 1, q.last), m,
+    latent_span(in, pages_of(q), columns, item.first, q.last, m,
                 running_at(partial + item.offset, columns));
   });
   for (size_t i = 0, at = 0; i < tiles.size(); i++) {

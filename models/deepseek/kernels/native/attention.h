@@ -166,9 +166,14 @@ void score(const word* const* keys, long count, const word* queries, long column
   Panels<T> shape{queries, columns, k};
   for (long p = 0; p < shape.count(); p++) {
     int vectors = int(shape.width(p) / LANES), limit = row_limit(vectors);
-    long tiles = ceil_div(count, limit), at = 0;
+    long tiles = ceil_div(count, limit), at = 0, fetched = 0;
     for (long t = 0; t < tiles; t++) {
       int rows = int(ceil_div(count - at, tiles - t));
+      // A tile reads its rows a word at a time, too slowly for the hardware to run ahead of it.
+      if (p == 0)
+        for (; fetched < count && fetched < at + 2 * limit; fetched++)
+          for (long i = 0; i < shape.steps() * 4; i += 64)
+            prefetch_near(reinterpret_cast<const char*>(keys[fetched]) + i);
       float* to = scores + at * columns + p * PANEL;
       if (add)
         any_tile<T, true>(rows, vectors, keys + at, 1, shape.panel(p), shape.width(p),

@@ -34,79 +34,14 @@ struct Ahead {
   long lines = 0;
 };
 
-// A pointer that the compiler keeps as a scalar: copying several at once as a vector would wait for
-// the scalar stores that have just written them.
-inline const word* scalar(const word* p) {
-#if defined(__GNUC__)
-  asm("" : "+r"(p));
-#endif
-  return p;
-}
-
-// c[r][.] = start + sum over k, with start = 0 or, where scaled, c * row_scale[r].
-template <class T, int ROWS, int VECTORS, bool SCALED>
-void tile(const word* const* a_rows, long a_step, const word* b, long b_step, long steps, float* c,
-          long c_stride, const float* row_scale, Ahead ahead) {
-  F16 sum[ROWS][VECTORS];
-  const word* a[ROWS];
-  for (int r = 0; r < ROWS; r++) {
-    a[r] = scalar(a_rows[r]);
-    for (int v = 0; v < VECTORS; v++)
-      sum[r][v] = SCALED ? load(c + r * c_stride + v * LANES) * set1(row_scale[r]) : zero();
-  }
-  long i = 0;
-  for (long left = steps; left > 0; left -= CHUNK) {
-    for (long n = 0; n < ahead.lines; n++) prefetch(ahead.at + 64 * n);
-    ahead.at += 64 * ahead.lines;
-    for (long n = left < CHUNK ? left : CHUNK; n > 0; n--) {
-      W16 right[VECTORS];
-      for (int v = 0; v < VECTORS; v++) right[v] = load_words(b + v * LANES);
-#pragma GCC unroll 12
-      for (int r = 0; r < ROWS; r++) {
-        W16 left_word = broadcast_word(a[r] + i);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = dot_step<T>(sum[r][v], left_word, right[v]);
-      }
-      i += a_step;
-      b += b_step;
-    }
-  }
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
-}
-
-template <class T>
-using Tile = void (*)(const word* const*, long, const word*, long, long, float*, long, const float*,
-                      Ahead);
-
-// The tile of this many rows, 1 .. row_limit(vectors).
-template <class T, int V, bool S> Tile<T> tile_of(int rows) {
-  static constexpr Tile<T> wide[] = {tile<T, 1, V, S>, tile<T, 2, V, S>, tile<T, 3, V, S>,
-                                     tile<T, 4, V, S>, tile<T, 5, V, S>, tile<T, 6, V, S>};
-  if constexpr (USE_AVX512 && V <= 2) {
-    static constexpr Tile<T> tall[] = {tile<T, 7, V, S>,  tile<T, 8, V, S>,  tile<T, 9, V, S>,
-                                       tile<T, 10, V, S>, tile<T, 11, V, S>, tile<T, 12, V, S>};
-    if (rows > MAX_ROWS) return tall[rows - MAX_ROWS - 1];
-  }
-  return wide[rows - 1];
-}
-
-// rows <= row_limit(vectors); vectors 1..4.
+// One tile: for r < rows and the columns of `vectors` vectors,
+//   c[r][.] = start + sum over k of a_rows[r][k * a_step] * b[k * b_step ..],
+// start = 0 or, where SCALED, c[r][.] * row_scale[r]. rows <= row_limit(vectors), vectors 1..4.
+// In tile.cpp, once for all users.
 template <class T, bool SCALED>
-void any_tile(int rows, int vectors, const word* const* a, long a_step, const word* b, long b_step,
-              long steps, float* c, long c_stride, const float* row_scale, Ahead ahead) {
-#if USE_AVX512
-  Tile<T> run = vectors == 4   ? tile_of<T, 4, SCALED>(rows)
-                : vectors == 1 ? tile_of<T, 1, SCALED>(rows)
-                : vectors == 2 ? tile_of<T, 2, SCALED>(rows)
-                               : tile_of<T, 3, SCALED>(rows);
-  run(a, a_step, b, b_step, steps, c, c_stride, row_scale, ahead);
-#else
-  for (int v = 0; v < vectors; v++)
-    tile_of<T, 1, SCALED>(rows)(a, a_step, b + v * LANES, b_step, steps, c + v * LANES, c_stride, row_scale,
-                        v == 0 ? ahead : Ahead{});
-#endif
-}
+void any_tile(int rows, int vectors, const word* const* a_rows, long a_step, const word* b,
+              long b_step, long steps, float* c, long c_stride, const float* row_scale,
+              Ahead ahead);
 
 // A weight [N, K] in panels.
 template <class T> struct Panels {
@@ -134,6 +69,39 @@ template <class T> struct Rows {
   }
 };
 
+// A panel is a stream from memory, and how it is best fetched depends on how many tiles share it
+// (measured on AMD Zen 5, GB/s of one core with cold weights): one row keeps up with the hardware's
+// own prefetching (49); 2 to 6 rows want it asked for NEAR ahead (37 -> 43); for two small tiles the
+// panel goes in slices of SLICE steps that both take before the next (29 -> 44); more tiles are
+// bound by arithmetic and spread the fetching of the whole next panel.
+constexpr long NEAR = 1536;  // words
+constexpr long SLICE = 64;   // steps
+constexpr long SLICED_ROWS = 10;
+
+template <class T>
+void sliced_tiles(const Rows<T>& x, long begin, long end, const word* b, long b_step, int vectors,
+                  long steps, float* c) {
+  static const float ones[MAX_ROWS_NARROW] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  const word* a[MAX_ROWS_NARROW];
+  long middle = begin + (end - begin) / 2, stride = vectors * LANES;
+  for (long k = 0; k < steps; k += SLICE) {
+    long count = steps - k < SLICE ? steps - k : SLICE, lines = CHUNK * b_step * 4 / 64 / 2;
+    Ahead ahead{reinterpret_cast<const char*>(b + (k + SLICE) * b_step), lines};
+    for (int half = 0; half < 2; half++) {
+      long from = half ? middle : begin, to = half ? end : middle;
+      for (long r = from; r < to; r++) a[r - from] = x.at(r) + k;
+      float* sums = c + (from - begin) * stride;
+      if (k == 0)
+        any_tile<T, false>(int(to - from), vectors, a, 1, b, b_step, count, sums, stride, nullptr,
+                           ahead);
+      else
+        any_tile<T, true>(int(to - from), vectors, a, 1, b + k * b_step, b_step, count, sums,
+                          stride, ones, ahead);
+      ahead.at += 64 * lines * (SLICE / CHUNK);
+    }
+  }
+}
+
 // Rows begin .. end - 1 times one panel (from column `column` of it, `vectors` wide) ->
 // emit(r, float[16 * vectors]). `next` (or null) is a stream to have in the cache afterwards.
 template <class T, class Emit>
@@ -141,20 +109,27 @@ void rows_by_panel(const Rows<T>& x, long begin, long end, const word* b, long b
                    long steps, const word* next, long next_bytes, Emit emit) {
   alignas(64) float c[MAX_ROWS_NARROW * PANEL];
   const word* a[MAX_ROWS_NARROW];
-  long limit = row_limit(vectors);
-  long tiles = ceil_div(end - begin, limit);
-  long chunks = ceil_div(steps, CHUNK), bursts = tiles * chunks;
-  long lines = next && bursts ? ceil_div(next_bytes / 64, bursts) : 0;
+  long limit = row_limit(vectors), tiles = ceil_div(end - begin, limit), stride = vectors * LANES;
+  if (tiles == 2 && end - begin <= SLICED_ROWS) {
+    sliced_tiles(x, begin, end, b, b_step, vectors, steps, c);
+    for (long r = begin; r < end; r++) emit(r, c + (r - begin) * stride);
+    return;
+  }
+  long chunks = ceil_div(steps, CHUNK), lines = 0;
   const char* ahead = reinterpret_cast<const char*>(next);
+  if (tiles > 1 && next) lines = ceil_div(next_bytes / 64, tiles * chunks);
+  if (tiles == 1 && end - begin > 1) {
+    ahead = reinterpret_cast<const char*>(b + NEAR);
+    lines = CHUNK * b_step * 4 / 64;
+  }
   long row = begin;
   for (long t = 0; t < tiles; t++) {
-    int rows = int((end - row) / (tiles - t));  // even tiles: 7 rows are 3 + 4, not 6 + 1
-    if (rows > limit) rows = int(limit);
+    int rows = int((end - row) / (tiles - t));  // even tiles: 13 rows are 4 + 4 + 5
     for (int r = 0; r < rows; r++) a[r] = x.at(row + r);
-    any_tile<T, false>(rows, vectors, a, 1, b, b_step, steps, c, vectors * LANES, nullptr,
-                Ahead{ahead, lines});
-    if (ahead) ahead += lines * 64 * chunks;
-    for (int r = 0; r < rows; r++) emit(row + r, c + r * vectors * LANES);
+    any_tile<T, false>(rows, vectors, a, 1, b, b_step, steps, c, stride, nullptr,
+                       Ahead{ahead, lines});
+    if (tiles > 1 && ahead) ahead += lines * 64 * chunks;
+    for (int r = 0; r < rows; r++) emit(row + r, c + r * stride);
     row += rows;
   }
 }
