@@ -50,8 +50,12 @@ class LocalBackend:
     """One rank, stepped by the caller's thread."""
 
     def __init__(self, config: ServeConfig) -> None:
+        import torch
+
         from moeserve.build import build_engine
 
+        if config.engine.threads is not None:
+            torch.set_num_threads(config.engine.threads)
         self.engine = build_engine(config, EPGroup.single())
         self._closed = False
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dispatch import probe_all
+from dispatch import dispatcher_names, probe_all
 from dispatch.base import DispatchConfig
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement, PlacementError
@@ -63,6 +63,11 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
             f"--ep {group.size} or as many processes as --ep says"
         )
     kernels = _kernels(config, problems)
+    names = ["auto", *dispatcher_names()]
+    if config.parallel.dispatch not in names:
+        problems.append(
+            f"parallel.dispatch={config.parallel.dispatch!r}: unknown; valid are {', '.join(names)}"
+        )
     folder = config.model.checkpoint
     try:
         model = DeepSeekConfig.from_hf(folder)
@@ -168,6 +173,7 @@ def _placement(
     except OSError as error:
         problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")
         return None
+    placement_fits = True
     for name, has, needs in (
         ("layers", placement.num_layers, layers),
         ("logical experts", placement.num_logical_experts, model.n_routed_experts),
@@ -175,12 +181,13 @@ def _placement(
     ):
         if has != needs:
             problems.append(f"parallel.placement={given}: has {has} {name}, needs {needs}")
+            placement_fits = False
     if redundant and redundant != placement.num_redundant_experts:
         problems.append(
             f"parallel.redundant_experts={redundant}: the given placement has "
             f"{placement.num_redundant_experts}; leave the setting out"
         )
-    return placement
+    return placement if placement_fits else None
 
 
 def _check_dispatch(
@@ -192,11 +199,7 @@ def _check_dispatch(
         if not any(p.ok for p in probes.values()):
             reasons = "; ".join(f"{n}: {p.reason}" for n, p in probes.items())
             problems.append(f"parallel.dispatch='auto': no dispatcher can run here ({reasons})")
-    elif name not in probes:
-        problems.append(
-            f"parallel.dispatch={name!r}: unknown; valid are {', '.join(['auto', *probes])}"
-        )
-    elif not probes[name].ok:
+    elif name in probes and not probes[name].ok:
         problems.append(f"parallel.dispatch={name!r}: cannot run here: {probes[name].reason}")
 
 
