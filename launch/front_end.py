@@ -117,7 +117,8 @@ def python_environment(**extra: str) -> dict[str, str]:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv.pop(1)))
+    # A signal and not the end: with rank 0 dead its streams still get an honest last word.
+    die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM)
     from moeserve.frontend import main as front_end_main
 
     sys.exit(front_end_main())

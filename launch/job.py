@@ -7,23 +7,26 @@ the ranks, which drain and end with 0; a later one kills. Knows processes; nothi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import psutil
 
 from launch.env import FRONT_END, SUPERVISOR, THREADS
 from launch.failure import Failure, first_cause, read
 from launch.front_end import python_command, python_environment
-from launch.signals import StopSignals
+from launch.signals import StopSignals, adopt_orphans
 
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
+ORPHAN_SECONDS = 3.0  # what a front end without its rank 0 may take to end its streams
 
 
 def run_job(
@@ -58,8 +61,16 @@ def run_job(
     )
     os.environ |= _rank_environment(front_end)
     command = [*python_command("moeserve"), *arguments]
+    adopt_orphans()
+    hurry = threading.Event()
+
+    def now() -> None:
+        print("moeserve: stopping at once", file=sys.stderr)
+        hurry.set()
+        _to_children(signal.SIGKILL)
+
     try:
-        with StopSignals(drain=_to_ranks(signal.SIGTERM), now=_to_ranks(signal.SIGKILL)) as stop:
+        with StopSignals(drain=lambda: _to_children(signal.SIGTERM), now=now) as stop:
             try:
                 elastic_launch(config, entrypoint=command[0])(*command[1:])
             except ChildFailedError as error:
@@ -67,10 +78,13 @@ def run_job(
                     read(r, f.exitcode, f.error_file_data) for r, f in error.failures.items()
                 ]
                 cause = first_cause(failures)
-                # After a stop was asked for, a rank that had to be killed is what was asked for.
-                return None if stop.asked.is_set() and cause.exit_code < 0 else cause
+                # What was asked for is no failure: ranks killed, or left by their peers at a stop.
+                wanted = hurry.is_set() or (stop.asked.is_set() and cause.secondary)
+                return None if wanted else cause
             except SignalException as error:  # the terminal is gone; the agent stopped the ranks
                 return Failure(-1, 1, f"stopped by {signal.Signals(error.sigval).name}")
+            finally:
+                _clear(0.0 if hurry.is_set() else ORPHAN_SECONDS)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
     return None
@@ -86,16 +100,18 @@ def _rank_environment(front_end: str | None) -> dict[str, str]:
     return python_environment(**extra)
 
 
-def _to_ranks(number: signal.Signals) -> Callable[[], None]:
-    """Send a signal to every rank process (a child of this one) that is still there."""
+def _to_children(number: signal.Signals) -> None:
+    """Send a signal to every child of this process that is still there: the ranks."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
-    def send() -> None:
-        if number == signal.SIGKILL:
-            print("moeserve: stopping at once", file=sys.stderr)
-        for child in psutil.Process().children():
-            try:
-                child.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
 
-    return send
+def _clear(seconds: float) -> None:
+    """Let the front end of a rank 0 that died say its last words; then nobody may be left."""
+    left = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=seconds)

@@ -18,7 +18,7 @@ from types import TracebackType
 
 # A terminal's Ctrl-C and the launcher's signal can both reach a process: they are one wish.
 SAME_WISH_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class StopSignals:
@@ -70,14 +70,24 @@ class StopSignals:
                 self.now()
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when the one that started it is gone (Linux only).
+def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the one that started it is gone (Linux).
 
     parent: the expected parent; if it is gone already, this process ends here.
     """
     if sys.platform != "linux":
         return
     expected = os.getppid() if parent is None else parent
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != expected:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent dies become children of this one, not of init (Linux)."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
