@@ -15,7 +15,7 @@ apt() {
 }
 
 if ! command -v "$python" >/dev/null; then
-  if can_apt; then apt python3 python3-venv; else
+  if [ "$python" = python3 ] && can_apt; then apt python3 python3-venv; else
     say "no $python here; install Python 3.11 or newer, or run: make PYTHON=/path/to/python3"
     exit 1
   fi
