@@ -7,13 +7,15 @@ SIMD instructions, so that the paths of other machines are checked here too.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.base import GateSpec, Kernels
+from models.deepseek.kernels.base import GateSpec, Kernels, LinearWeight, MlaShape
 from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.mla_parts import mla_by_parts
 from models.deepseek.kernels.native_kernels import NativeKernels
 from models.deepseek.kernels.torch_kernels import TorchKernels
 from models.interface import ForwardBatch
@@ -438,3 +440,78 @@ def test_per_head(
     got = kernels.per_head(x, kernels.linear_weight(w, dtype), heads)
     want = torch.einsum("tha,hba->thb", x.double(), w.double().view(heads, b, a))
     close(got, want, dtype)
+
+
+@pytest.mark.parametrize("rows, top_k, slots", [(0, 2, 3), (1, 1, 1), (7, 3, 5), (50, 6, 64)])
+def test_sort_pairs(kernels: Kernels, rows: int, top_k: int, slots: int) -> None:
+    torch.manual_seed(rows)
+    ids = torch.randint(-1, slots, (rows, top_k), dtype=torch.int32)
+    pair_rows, offsets, index = kernels.sort_pairs(ids, slots)
+    assert (pair_rows.dtype, offsets.dtype, index.dtype) == (torch.int32, torch.int32, torch.int64)
+    pairs = [(s, r, k) for r in range(rows) for k, s in enumerate(ids[r].tolist()) if s >= 0]
+    pairs.sort()
+    assert pair_rows.tolist() == [r for _, r, _ in pairs]
+    assert offsets.tolist() == [sum(s < slot for s, _, _ in pairs) for slot in range(slots + 1)]
+    assert index.shape == ids.shape
+    for at, (_, row, k) in enumerate(pairs):
+        assert index[row, k] == at
+    assert int((index >= 0).sum()) == len(pairs)
+
+
+@dataclass(frozen=True)
+class Mla:
+    """MlaWeights of one layer, packed by some kernels."""
+
+    qkv_a: LinearWeight
+    q_a_norm: Tensor | None
+    q_b: LinearWeight | None
+    kv_a_norm: Tensor
+    w_uk: LinearWeight
+    w_uv: LinearWeight
+    o: LinearWeight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("query_rank", [None, 24])
+@pytest.mark.parametrize("contexts, queries", [([], []), ([70, 3, 140], [1, 3, 2]), ([300], [270])])
+def test_absorbed_mla_is_its_parts(
+    kernels: Kernels,
+    contexts: list[int],
+    queries: list[int],
+    query_rank: int | None,
+    dtype: torch.dtype,
+) -> None:
+    """The fused layer: the same bits as kernel after kernel, in its output and in the cache."""
+    torch.manual_seed(sum(contexts))
+    hidden, heads, nope, rope, rank, value = 72, 3, 16, 8, 32, 20
+
+    def packed(n: int, k: int) -> LinearWeight:
+        return kernels.linear_weight(normal(n, k, dtype=dtype, scale=k**-0.5), dtype)
+
+    first = query_rank or heads * (nope + rope)
+    weights = Mla(
+        qkv_a=packed(first + rank + rope, hidden),
+        q_a_norm=None if query_rank is None else normal(query_rank),
+        q_b=None if query_rank is None else packed(heads * (nope + rope), query_rank),
+        kv_a_norm=normal(rank),
+        w_uk=packed(heads * rank, nope),
+        w_uv=packed(heads * value, rank),
+        o=packed(hidden, heads * value),
+    )
+    shape = MlaShape(heads, nope, rope, rank, value, 0.2, 1e-6)
+    cos_sin = normal(400, rope)
+    layer, batch, _ = paged(contexts, queries, 16, rank + rope, dtype)
+    slots = [
+        int(batch.block_tables[s, p // 16]) * 16 + p % 16
+        for s, (context, count) in enumerate(zip(contexts, queries, strict=True))
+        for p in range(context - count, context)
+    ]
+    batch = replace(batch, slot_mapping=torch.tensor(slots, dtype=torch.int64))
+    x = normal(sum(queries), hidden, dtype=dtype)
+    by_parts, fused = layer.clone(), layer.clone()
+    want = mla_by_parts(kernels, weights, shape, cos_sin)(x, by_parts, batch)
+    got = kernels.absorbed_mla(weights, shape, cos_sin)(x, fused, batch)
+    assert got.shape == (sum(queries), hidden)
+    assert torch.equal(got, want)
+    assert torch.equal(fused.view(torch.uint8), by_parts.view(torch.uint8))
+    assert not got.isnan().any()

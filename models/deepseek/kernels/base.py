@@ -14,6 +14,7 @@ accumulation is always fp32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,44 @@ class ExpertWeights(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class MlaShape:
+    """Dims of a latent attention layer; scale multiplies scores, norm_eps is of both norms."""
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    rank: int  # kv_lora_rank
+    value_dim: int
+    scale: float
+    norm_eps: float
+
+
+class MlaWeights(Protocol):
+    """qkv_a [q + c + r, D]: the query's rows (its latent, or all heads when q_b is None), then the
+    latent's, then the rope key's. q_b [H * (n + r), q]; w_uk [H * c, n]; w_uv [H * v, c];
+    o [D, H * v]. Norms fp32."""
+
+    @property
+    def qkv_a(self) -> LinearWeight: ...
+    @property
+    def q_a_norm(self) -> Tensor | None: ...
+    @property
+    def q_b(self) -> LinearWeight | None: ...
+    @property
+    def kv_a_norm(self) -> Tensor: ...
+    @property
+    def w_uk(self) -> LinearWeight: ...
+    @property
+    def w_uv(self) -> LinearWeight: ...
+    @property
+    def o(self) -> LinearWeight: ...
+
+
+# x [T, D] normed, cache layer [blocks, block, c + r] (written at the batch's slots) -> [T, D]
+AbsorbedMla = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
+
+
 class Kernels(Protocol):
     name: str
 
@@ -114,6 +153,11 @@ class Kernels(Protocol):
         offsets [e + 1] int32 -> [M, D] in x's dtype, unweighted, in the order given."""
         ...
 
+    def sort_pairs(self, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """slots [T, K] int32, local slot or -1 -> pair_rows [M] int32 and offsets [e + 1] int32 for
+        `experts` (within a slot by row, then k), index [T, K] int64 for `combine_pairs`."""
+        ...
+
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """y [M, D]; index [T, K] int64 row of y or -1; weights [T, K] fp32 -> [T, D] fp32:
         sum over k = 0..K-1 in that order in fp32 (routing order: law 5)."""
@@ -156,4 +200,10 @@ class Kernels(Protocol):
         """Naive MLA for prefill (fast mode): q [T, H, n + r]; keys and values are expanded from
         the cached latents by kv_b [H * (n + v), c] -> [T, H, v]. Fewer FLOPs than absorbed for
         long queries; another rounding, so never used in deterministic mode."""
+        ...
+
+    def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
+        """One attention layer, from its normed input to what is added to the residual, as a
+        callable that is made once: bitwise what the kernels above give one after the other
+        (mla_parts.py), with less to do between them when rows are few."""
         ...

@@ -10,15 +10,33 @@ Knows nothing of how the library is compiled (build.py). Shape letters as in bas
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.base import ExpertWeights, GateSpec, LinearWeight
+from models.deepseek.kernels.base import (
+    AbsorbedMla,
+    ExpertWeights,
+    GateSpec,
+    LinearWeight,
+    MlaShape,
+    MlaWeights,
+)
 from models.deepseek.kernels.build import build
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.native_checks import (
+    check_even,
+    check_gate,
+    contiguous,
+    float32,
+    foreign_weight,
+    positions_of,
+    rows,
+    step_pointers,
+    typed,
+    unit_stride,
+)
 from models.deepseek.kernels.native_library import FAILURES, NativeLibrary, load_library
+from models.deepseek.kernels.native_mla import NativeMla
 from models.deepseek.kernels.native_weights import NativeExpertWeights, NativeLinearWeight, is_bf16
 from models.interface import ForwardBatch
 
@@ -31,29 +49,30 @@ class NativeKernels:
 
     def __init__(self, defines: tuple[str, ...] = ()) -> None:
         """Raises KernelsUnavailable. `defines` (native/simd.h) leave out instruction sets."""
-        self._lib: NativeLibrary = load_library(build(defines))
-        self.description = self._lib.description
+        self.library: NativeLibrary = load_library(build(defines))
+        self.description = self.library.description
+        self._last_batch: tuple[ForwardBatch, int, tuple[int, ...]] | None = None
 
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> NativeLinearWeight:
-        return NativeLinearWeight(self._lib, weight, dtype)
+        return NativeLinearWeight(self.library, weight, dtype)
 
     def allocate_experts(
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> NativeExpertWeights:
-        return NativeExpertWeights(self._lib, num_slots, hidden, intermediate, dtype)
+        return NativeExpertWeights(self.library, num_slots, hidden, intermediate, dtype)
 
     # -- dense -----------------------------------------------------------------------------
     def linear(
         self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         if not isinstance(weight, NativeLinearWeight):
-            raise _foreign(weight)
-        x = _rows(x, "x", weight.in_features, weight.dtype)
+            raise foreign_weight(weight)
+        x = rows(x, "x", weight.in_features, weight.dtype)
         num_rows = x.shape[0]
         out = x.new_empty((num_rows, weight.out_features), dtype=out_dtype)
         if num_rows:
-            self._lib.linear(
+            self.library.linear(
                 x.data_ptr(),
                 x.stride(0),
                 num_rows,
@@ -69,16 +88,16 @@ class NativeKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = _rows(x, "x", weight.shape[0], x.dtype)
+        x = rows(x, "x", weight.shape[0], x.dtype)
         out = x.new_empty(x.shape)
         if x.shape[0]:
-            self._lib.rms_norm(
+            self.library.rms_norm(
                 x.data_ptr(),
                 x.stride(0),
                 x.shape[0],
                 x.shape[1],
                 is_bf16(x.dtype),
-                _float32(weight, "weight").data_ptr(),
+                float32(weight, "weight").data_ptr(),
                 eps,
                 out.data_ptr(),
                 _threads(),
@@ -86,14 +105,14 @@ class NativeKernels:
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = _rows(x, "x", weight.shape[0], residual.dtype)
+        x = rows(x, "x", weight.shape[0], residual.dtype)
         if residual.shape != x.shape or (residual.shape[0] and residual.stride(-1) != 1):
             raise KernelArgumentError(
                 f"residual {tuple(residual.shape)}: must be x's shape {tuple(x.shape)}, unit stride"
             )
         out = x.new_empty(x.shape)
         if x.shape[0]:
-            self._lib.add_rms_norm(
+            self.library.add_rms_norm(
                 residual.data_ptr(),
                 residual.stride(0),
                 x.data_ptr(),
@@ -101,7 +120,7 @@ class NativeKernels:
                 x.shape[0],
                 x.shape[1],
                 is_bf16(x.dtype),
-                _float32(weight, "weight").data_ptr(),
+                float32(weight, "weight").data_ptr(),
                 eps,
                 out.data_ptr(),
                 _threads(),
@@ -110,10 +129,10 @@ class NativeKernels:
 
     def mlp(self, x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> Tensor:
         if not isinstance(gate_up, NativeLinearWeight):
-            raise _foreign(gate_up)
+            raise foreign_weight(gate_up)
         if not isinstance(down, NativeLinearWeight):
-            raise _foreign(down)
-        x = _rows(x, "x", gate_up.in_features, gate_up.dtype)
+            raise foreign_weight(down)
+        x = rows(x, "x", gate_up.in_features, gate_up.dtype)
         inter = down.in_features
         if gate_up.out_features != 2 * inter or down.dtype != gate_up.dtype:
             raise KernelArgumentError(
@@ -122,7 +141,7 @@ class NativeKernels:
             )
         out = x.new_empty((x.shape[0], down.out_features))
         if x.shape[0]:
-            self._lib.mlp(
+            self.library.mlp(
                 x.data_ptr(),
                 x.stride(0),
                 x.shape[0],
@@ -142,18 +161,18 @@ class NativeKernels:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, spec: GateSpec
     ) -> tuple[Tensor, Tensor]:
         num_experts, hidden = weight.shape
-        x = _rows(x, "x", hidden, x.dtype)
-        _check_gate(spec, num_experts)
+        x = rows(x, "x", hidden, x.dtype)
+        check_gate(spec, num_experts)
         ids = x.new_empty((x.shape[0], spec.top_k), dtype=torch.int32)
         weights = x.new_empty((x.shape[0], spec.top_k), dtype=torch.float32)
         if x.shape[0]:
-            self._lib.gate(
+            self.library.gate(
                 x.data_ptr(),
                 x.stride(0),
                 x.shape[0],
                 is_bf16(x.dtype),
-                _float32(weight, "weight").data_ptr(),
-                None if bias is None else _float32(bias, "bias").data_ptr(),
+                float32(weight, "weight").data_ptr(),
+                None if bias is None else float32(bias, "bias").data_ptr(),
                 num_experts,
                 hidden,
                 spec.top_k,
@@ -173,18 +192,18 @@ class NativeKernels:
         self, x: Tensor, pair_rows: Tensor, offsets: Tensor, weights: ExpertWeights
     ) -> Tensor:
         if not isinstance(weights, NativeExpertWeights):
-            raise _foreign(weights)
-        x = _rows(x, "x", weights.hidden, weights.dtype)
-        pair_rows = _typed(pair_rows, "pair_rows", torch.int32)
-        offsets = _typed(offsets, "offsets", torch.int32)
+            raise foreign_weight(weights)
+        x = rows(x, "x", weights.hidden, weights.dtype)
+        pair_rows = typed(pair_rows, "pair_rows", torch.int32)
+        offsets = typed(offsets, "offsets", torch.int32)
         if offsets.shape[0] != weights.num_slots + 1:
             raise KernelArgumentError(
                 f"offsets has {offsets.shape[0]} entries: must be slots + 1 = "
                 f"{weights.num_slots + 1}"
             )
         out = x.new_empty((pair_rows.shape[0], weights.hidden))
-        self._check(
-            self._lib.experts(
+        self.check(
+            self.library.experts(
                 x.data_ptr(),
                 x.shape[0],
                 x.stride(0),
@@ -202,17 +221,36 @@ class NativeKernels:
         )
         return out
 
+    def sort_pairs(self, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        slots = typed(slots, "slots", torch.int32)
+        pairs = slots.numel()
+        pair_rows = slots.new_empty(pairs)
+        offsets = slots.new_empty(num_slots + 1)
+        index = slots.new_empty(slots.shape, dtype=torch.int64)
+        valid = self.library.sort_pairs(
+            slots.data_ptr(),
+            slots.shape[0],
+            slots.shape[1],
+            num_slots,
+            pair_rows.data_ptr(),
+            offsets.data_ptr(),
+            index.data_ptr(),
+        )
+        if valid < 0:
+            raise KernelArgumentError(f"slots: an entry is not in -1..{num_slots - 1}")
+        return (pair_rows if valid == pairs else pair_rows[:valid]), offsets, index
+
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        y = _contiguous(y)
-        index = _typed(index, "index", torch.int64)
-        weights = _typed(weights, "weights", torch.float32)
+        y = contiguous(y)
+        index = typed(index, "index", torch.int64)
+        weights = typed(weights, "weights", torch.float32)
         if weights.shape != index.shape:
             raise KernelArgumentError(
                 f"weights {tuple(weights.shape)}: must be index's shape {tuple(index.shape)}"
             )
         out = y.new_empty((index.shape[0], y.shape[1]), dtype=torch.float32)
-        self._check(
-            self._lib.combine(
+        self.check(
+            self.library.combine(
                 y.data_ptr(),
                 y.shape[0],
                 y.shape[1],
@@ -229,17 +267,17 @@ class NativeKernels:
 
     # -- attention -------------------------------------------------------------------------
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        x = _unit_stride(x)
+        x = unit_stride(x)
         num_rows, num_heads, dim = x.shape
         if dim % 2 or dim > MAX_ROPE_DIM or cos_sin.shape[1] != dim:
             raise KernelArgumentError(
                 f"x has rope dim {dim}, cos_sin {cos_sin.shape[1]}: must be equal, even, at most "
                 f"{MAX_ROPE_DIM}"
             )
-        positions = _positions(positions, num_rows)
+        positions = positions_of(positions, num_rows)
         out = x.new_empty(x.shape)
-        self._check(
-            self._lib.rope(
+        self.check(
+            self.library.rope(
                 x.data_ptr(),
                 x.stride(0),
                 x.stride(1),
@@ -248,7 +286,7 @@ class NativeKernels:
                 dim,
                 is_bf16(x.dtype),
                 positions.data_ptr(),
-                _float32(cos_sin, "cos_sin").data_ptr(),
+                float32(cos_sin, "cos_sin").data_ptr(),
                 cos_sin.shape[0],
                 out.data_ptr(),
                 _threads(),
@@ -260,18 +298,18 @@ class NativeKernels:
         self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
     ) -> None:
         rank, rope = latent.shape[1], k_rope.shape[1]
-        _check_cache(layer, rank + rope, layer.dtype)
-        latent = _rows(latent, "latent", rank, layer.dtype)
-        k_rope = _rows(k_rope, "k_rope", rope, layer.dtype)
-        slot_mapping = _typed(slot_mapping, "slot_mapping", torch.int64)
+        self.check_cache(layer, rank + rope, layer.dtype)
+        latent = rows(latent, "latent", rank, layer.dtype)
+        k_rope = rows(k_rope, "k_rope", rope, layer.dtype)
+        slot_mapping = typed(slot_mapping, "slot_mapping", torch.int64)
         if not latent.shape[0] == k_rope.shape[0] == slot_mapping.shape[0]:
             raise KernelArgumentError(
                 f"latent, k_rope, slot_mapping have {latent.shape[0]}, {k_rope.shape[0]}, "
                 f"{slot_mapping.shape[0]} rows: must be equal"
             )
         size = layer.element_size()
-        self._check(
-            self._lib.write_cache(
+        self.check(
+            self.library.write_cache(
                 layer.data_ptr(),
                 layer.shape[0] * layer.shape[1],
                 latent.data_ptr(),
@@ -287,8 +325,8 @@ class NativeKernels:
 
     def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:
         if not isinstance(weight, NativeLinearWeight):
-            raise _foreign(weight)
-        x = _unit_stride(x)
+            raise foreign_weight(weight)
+        x = unit_stride(x)
         num_rows, heads, width = x.shape
         if heads != num_heads or weight.out_features % num_heads or width != weight.in_features:
             raise KernelArgumentError(
@@ -299,7 +337,7 @@ class NativeKernels:
             raise KernelArgumentError(f"x is {x.dtype}: must be the weight's {weight.dtype}")
         out = x.new_empty((num_rows, num_heads, weight.out_features // num_heads))
         if num_rows:
-            self._lib.per_head(
+            self.library.per_head(
                 x.data_ptr(),
                 x.stride(0),
                 x.stride(1),
@@ -317,7 +355,7 @@ class NativeKernels:
     def latent_attention(
         self, q_latent: Tensor, q_rope: Tensor, layer: Tensor, batch: ForwardBatch, scale: float
     ) -> Tensor:
-        q_latent, q_rope = _unit_stride(q_latent), _unit_stride(q_rope)
+        q_latent, q_rope = unit_stride(q_latent), unit_stride(q_rope)
         num_rows, num_heads, rank = q_latent.shape
         rope = q_rope.shape[2]
         if q_rope.shape[:2] != q_latent.shape[:2] or q_rope.dtype != q_latent.dtype:
@@ -325,11 +363,11 @@ class NativeKernels:
                 f"q_rope {tuple(q_rope.shape)} {q_rope.dtype}: must have q_latent's rows, heads "
                 f"and dtype ({tuple(q_latent.shape)} {q_latent.dtype})"
             )
-        _check_cache(layer, rank + rope, q_latent.dtype)
-        _check_words("kv_lora_rank + qk_rope_head_dim", rank + rope, layer.dtype)
+        self.check_cache(layer, rank + rope, q_latent.dtype)
+        check_even("kv_lora_rank + qk_rope_head_dim", rank + rope, layer.dtype)
         out = q_latent.new_empty(q_latent.shape)
-        self._check(
-            self._lib.latent_attention(
+        self.check(
+            self.library.latent_attention(
                 q_latent.data_ptr(),
                 q_latent.stride(0),
                 q_latent.stride(1),
@@ -343,7 +381,7 @@ class NativeKernels:
                 layer.data_ptr(),
                 layer.shape[0],
                 layer.shape[1],
-                *_batch_pointers(batch, num_rows),
+                *self.batch_pointers(batch, num_rows)[1:],
                 scale,
                 is_bf16(layer.dtype),
                 out.data_ptr(),
@@ -362,8 +400,8 @@ class NativeKernels:
         value_dim: int,
     ) -> Tensor:
         if not isinstance(kv_b, NativeLinearWeight):
-            raise _foreign(kv_b)
-        q = _unit_stride(q)
+            raise foreign_weight(kv_b)
+        q = unit_stride(q)
         num_rows, num_heads, width = q.shape
         rank = kv_b.in_features
         nope = kv_b.out_features // num_heads - value_dim
@@ -374,14 +412,14 @@ class NativeKernels:
                 f"{layer.shape[2]}, value_dim {value_dim}: must be q [T, H, n + r], kv_b "
                 f"[H * (n + v), c], cache c + r"
             )
-        _check_cache(layer, rank + rope, q.dtype)
+        self.check_cache(layer, rank + rope, q.dtype)
         if kv_b.dtype != q.dtype:
             raise KernelArgumentError(f"kv_b is {kv_b.dtype}: must be q's {q.dtype}")
         for name, size in (("rank", rank), ("nope", nope), ("rope", rope), ("value", value_dim)):
-            _check_words(name, size, q.dtype)
+            check_even(name, size, q.dtype)
         out = q.new_empty((num_rows, num_heads, value_dim))
-        self._check(
-            self._lib.naive_attention(
+        self.check(
+            self.library.naive_attention(
                 q.data_ptr(),
                 q.stride(0),
                 q.stride(1),
@@ -395,7 +433,7 @@ class NativeKernels:
                 layer.shape[0],
                 layer.shape[1],
                 kv_b.pointer,
-                *_batch_pointers(batch, num_rows),
+                *self.batch_pointers(batch, num_rows)[1:],
                 scale,
                 kv_b.is_bf16,
                 out.data_ptr(),
@@ -404,90 +442,30 @@ class NativeKernels:
         )
         return out
 
+    def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
+        return NativeMla(self, weights, shape, cos_sin)
+
+    # -- for the fused layer ---------------------------------------------------------------
     @staticmethod
-    def _check(code: int) -> None:
+    def check(code: int) -> None:
         if code:
             raise KernelArgumentError(FAILURES[code])
 
+    @staticmethod
+    def check_cache(layer: Tensor, width: int, dtype: torch.dtype) -> None:
+        if layer.shape[2] != width or layer.dtype != dtype or not layer.is_contiguous():
+            raise KernelArgumentError(
+                f"layer is {tuple(layer.shape)} {layer.dtype}: must be contiguous "
+                f"[blocks, block, {width}] {dtype}"
+            )
 
-def _foreign(weight: object) -> KernelArgumentError:
-    return KernelArgumentError(
-        f"weight is a {type(weight).__name__}: must come from NativeKernels itself"
-    )
+    def batch_pointers(self, batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
+        """slot_mapping, positions, query_start, tables, sequences, table width.
 
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _rows(x: Tensor, name: str, width: int, dtype: torch.dtype) -> Tensor:
-    """x as [T, width] of this dtype with unit stride along the row, else KernelArgumentError."""
-    if x.dim() != 2 or x.shape[1] != width or x.dtype != dtype:
-        raise KernelArgumentError(
-            f"{name} is {tuple(x.shape)} {x.dtype}: must be [T, {width}] {dtype}"
-        )
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _typed(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    if x.dtype != dtype:
-        raise KernelArgumentError(f"{name} is {x.dtype}: must be {dtype}")
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _float32(x: Tensor, name: str) -> Tensor:
-    return _typed(x, name, torch.float32)
-
-
-def _positions(positions: Tensor, num_rows: int) -> Tensor:
-    if positions.shape[0] != num_rows:
-        raise KernelArgumentError(f"positions has {positions.shape[0]} rows: must be {num_rows}")
-    return _typed(positions, "positions", torch.int64)
-
-
-def _check_cache(layer: Tensor, width: int, dtype: torch.dtype) -> None:
-    if layer.shape[2] != width or layer.dtype != dtype or not layer.is_contiguous():
-        raise KernelArgumentError(
-            f"layer is {tuple(layer.shape)} {layer.dtype}: must be contiguous "
-            f"[blocks, block, {width}] {dtype}"
-        )
-
-
-def _check_words(name: str, size: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and size % 2:
-        raise KernelArgumentError(f"{name}={size}: must be even in bfloat16")
-
-
-def _check_gate(spec: GateSpec, num_experts: int) -> None:
-    if spec.scoring not in ("sigmoid", "softmax"):
-        raise KernelArgumentError(f"scoring={spec.scoring!r}: must be 'sigmoid' or 'softmax'")
-    if spec.group_score not in ("top2", "max"):
-        raise KernelArgumentError(f"group_score={spec.group_score!r}: must be 'top2' or 'max'")
-    if not 0 < spec.top_k <= num_experts:
-        raise KernelArgumentError(f"top_k={spec.top_k}: must be 1..{num_experts}")
-    if num_experts % spec.num_groups or not 0 < spec.topk_groups <= spec.num_groups:
-        raise KernelArgumentError(
-            f"num_groups={spec.num_groups}, topk_groups={spec.topk_groups}: groups must divide "
-            f"{num_experts} experts, topk_groups at most the groups"
-        )
-
-
-def _batch_pointers(batch: ForwardBatch, num_rows: int) -> tuple[Any, ...]:
-    """positions, query_start, tables, sequences, table_width; tensors live in the batch."""
-    positions = _positions(batch.positions, num_rows)
-    for name in ("positions", "query_start", "block_tables"):
-        if not getattr(batch, name).is_contiguous():
-            raise KernelArgumentError(f"{name} must be contiguous")
-    start = _typed(batch.query_start, "query_start", torch.int32)
-    tables = _typed(batch.block_tables, "block_tables", torch.int32)
-    return (
-        positions.data_ptr(),
-        start.data_ptr(),
-        tables.data_ptr(),
-        batch.num_sequences,
-        tables.shape[1],
-    )
+        Every layer of a step asks for the same batch: the last answer is kept, with the batch, so
+        that its tensors live.
+        """
+        last = self._last_batch
+        if last is None or last[0] is not batch or last[1] != num_rows:
+            last = self._last_batch = (batch, num_rows, step_pointers(batch, num_rows))
+        return last[2]

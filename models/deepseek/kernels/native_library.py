@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [_P, _L, _L, _I, _P, _P, _L, _L, _L, _L, _L, _I, _I, _I, _F, _P, _P, _I],
     ),
+    "sort_pairs": (_L, [_P, _L, _L, _L, _P, _P, _P]),
     "combine": (_I, [_P, _L, _L, _I, _P, _P, _L, _L, _P, _I]),
     "rms_norm": (None, [_P, _L, _L, _L, _I, _P, _F, _P, _I]),
     "add_rms_norm": (None, [_P, _L, _P, _L, _L, _L, _I, _P, _F, _P, _I]),
@@ -52,6 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _I,
         [_P, _L, _L, _L, _L, _L, _L, _L, _L, _P, _L, _L, _P, *_BATCH, _F, _I, _P, _I],
     ),
+    "mla": (_I, [_P, _P, _L, _L, _P, _L, _L, _P, *_BATCH, _P, _I]),
     "instruction_set": (ctypes.c_char_p, []),
 }
 

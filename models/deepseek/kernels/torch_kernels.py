@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.deepseek.kernels.base import ExpertWeights, GateSpec, LinearWeight
+from models.deepseek.kernels.base import (
+    AbsorbedMla,
+    ExpertWeights,
+    GateSpec,
+    LinearWeight,
+    MlaShape,
+    MlaWeights,
+)
+from models.deepseek.kernels.mla_parts import mla_by_parts
 from models.interface import ForwardBatch
 
 PARTITION = 64  # absolute positions a softmax partition
@@ -176,6 +184,15 @@ class TorchKernels:
             out[start:stop] = gated(x[pair_rows[start:stop].long()], gate, up, down)
         return out
 
+    def sort_pairs(self, slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        flat = slots.flatten().long()
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # the -1 come first
+        offsets = torch.zeros(num_slots + 1, dtype=torch.int32)
+        offsets[1:] = torch.bincount(flat[order], minlength=num_slots).cumsum(0)
+        index = torch.full_like(flat, -1)
+        index[order] = torch.arange(order.shape[0])
+        return (order // slots.shape[1]).int(), offsets, index.view(slots.shape)
+
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros(index.shape[0], y.shape[1])
         for k in range(index.shape[1]):
@@ -236,6 +253,9 @@ class TorchKernels:
             return torch.cat((nope, rope), dim=-1), value
 
         return attend(q, batch, scale, value_dim, keys_and_values)
+
+    def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
+        return mla_by_parts(self, weights, shape, cos_sin)
 
 
 def attend(

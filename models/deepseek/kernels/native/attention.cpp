@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "api.h"
 #include "attention.h"
 
 namespace moeserve {

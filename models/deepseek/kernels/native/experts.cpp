@@ -328,6 +328,34 @@ void ms_gate(const void* x, int64_t stride, int64_t rows, int is_bf16, const flo
     gate(static_cast<const float*>(x), stride, rows, weight, bias, g, ids, weights, threads);
 }
 
+// slots [rows, top_k], -1: none -> pairs sorted by slot, then row, then k. Gives the number of
+// valid pairs, or -1 for a slot outside of -1 .. slot_count - 1.
+int64_t ms_sort_pairs(const int32_t* slots, int64_t rows, int64_t top_k, int64_t slot_count,
+                      int32_t* pair_rows, int32_t* offsets, int64_t* index) {
+  static thread_local Scratch next_memory;
+  int32_t* next = next_memory.get<int32_t>(size_t(slot_count));
+  std::memset(next, 0, size_t(slot_count) * 4);
+  for (int64_t i = 0; i < rows * top_k; i++) {
+    if (slots[i] < -1 || slots[i] >= slot_count) return -1;
+    if (slots[i] >= 0) next[slots[i]]++;
+  }
+  int32_t sum = 0;
+  for (int64_t s = 0; s < slot_count; s++) {
+    offsets[s] = sum;
+    sum += next[s];
+    next[s] = offsets[s];
+  }
+  offsets[slot_count] = sum;
+  for (int64_t i = 0; i < rows * top_k; i++) {
+    index[i] = -1;
+    if (slots[i] < 0) continue;
+    int32_t at = next[slots[i]]++;
+    pair_rows[at] = int32_t(i / top_k);
+    index[i] = at;
+  }
+  return sum;
+}
+
 int ms_combine(const void* y, int64_t y_rows, int64_t hidden, int is_bf16, const int64_t* index,
                const float* weights, int64_t rows, int64_t top_k, float* out, int threads) {
   for (int64_t i = 0; i < rows * top_k; i++)

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "api.h"
 #include "gated.h"
 #include "pack.h"
 

@@ -1,4 +1,5 @@
 // What touches each row once: norms, rotary positions, writing the cache.
+#include "api.h"
 #include "parallel.h"
 #include "simd.h"
 

@@ -1,0 +1,92 @@
+"""What the C side relies on, checked in Python before each call: dtype, layout, sizes.
+
+Each check is cheap beside a call and raises KernelArgumentError naming the tensor, what it is and
+what it must be. Indices are checked in C, where they are read anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.deepseek.kernels.base import GateSpec
+from models.deepseek.kernels.errors import KernelArgumentError
+from models.interface import ForwardBatch
+
+
+def foreign_weight(weight: object) -> KernelArgumentError:
+    return KernelArgumentError(
+        f"weight is a {type(weight).__name__}: must come from NativeKernels itself"
+    )
+
+
+def contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rows(x: Tensor, name: str, width: int, dtype: torch.dtype) -> Tensor:
+    """x as [T, width] of this dtype with unit stride along the row, else KernelArgumentError."""
+    if x.dim() != 2 or x.shape[1] != width or x.dtype != dtype:
+        raise KernelArgumentError(
+            f"{name} is {tuple(x.shape)} {x.dtype}: must be [T, {width}] {dtype}"
+        )
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def typed(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    if x.dtype != dtype:
+        raise KernelArgumentError(f"{name} is {x.dtype}: must be {dtype}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def float32(x: Tensor, name: str) -> Tensor:
+    return typed(x, name, torch.float32)
+
+
+def positions_of(positions: Tensor, num_rows: int) -> Tensor:
+    if positions.shape[0] != num_rows:
+        raise KernelArgumentError(f"positions has {positions.shape[0]} rows: must be {num_rows}")
+    return typed(positions, "positions", torch.int64)
+
+
+def check_even(name: str, size: int, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and size % 2:
+        raise KernelArgumentError(f"{name}={size}: must be even in bfloat16")
+
+
+def check_gate(spec: GateSpec, num_experts: int) -> None:
+    if spec.scoring not in ("sigmoid", "softmax"):
+        raise KernelArgumentError(f"scoring={spec.scoring!r}: must be 'sigmoid' or 'softmax'")
+    if spec.group_score not in ("top2", "max"):
+        raise KernelArgumentError(f"group_score={spec.group_score!r}: must be 'top2' or 'max'")
+    if not 0 < spec.top_k <= num_experts:
+        raise KernelArgumentError(f"top_k={spec.top_k}: must be 1..{num_experts}")
+    if num_experts % spec.num_groups or not 0 < spec.topk_groups <= spec.num_groups:
+        raise KernelArgumentError(
+            f"num_groups={spec.num_groups}, topk_groups={spec.topk_groups}: groups must divide "
+            f"{num_experts} experts, topk_groups at most the groups"
+        )
+
+
+def step_pointers(batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
+    rows = (("positions", batch.positions), ("slot_mapping", batch.slot_mapping))
+    tables = (("query_start", batch.query_start), ("block_tables", batch.block_tables))
+    for pairs, dtype in ((rows, torch.int64), (tables, torch.int32)):
+        for name, tensor in pairs:
+            if tensor.dtype != dtype or not tensor.is_contiguous():
+                raise KernelArgumentError(f"{name} is {tensor.dtype}: must be contiguous {dtype}")
+    for name, tensor in rows:
+        if tensor.shape[0] != num_rows:
+            raise KernelArgumentError(f"{name} has {tensor.shape[0]} rows: must be {num_rows}")
+    return (
+        batch.slot_mapping.data_ptr(),
+        batch.positions.data_ptr(),
+        batch.query_start.data_ptr(),
+        batch.block_tables.data_ptr(),
+        batch.num_sequences,
+        batch.block_tables.shape[1],
+    )
