@@ -69,28 +69,28 @@ class BarProgress:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
-            SpinnerColumn,
+            TaskID,
             TextColumn,
             TransferSpeedColumn,
         )
         from rich.progress import Progress as Bars
 
         self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description:<10}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),  # MB/s
             console=Console(stderr=True),
         )
         self._bars.start()
-        self._tasks: dict[str, int] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, done: int, total: int) -> None:
+        if not total:
+            return  # over in a moment, and with nothing to count
         if stage not in self._tasks:
-            self._tasks[stage] = int(self._bars.add_task(stage, total=total or None))
-        task = self._tasks[stage]
-        self._bars.update(task, completed=done, total=total or None)  # type: ignore[arg-type]
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        self._bars.update(self._tasks[stage], completed=done, total=total)
 
     def close(self) -> None:
         self._bars.stop()
