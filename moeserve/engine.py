@@ -156,7 +156,7 @@ class Engine:
             num_sequences=len(plan.sequences),
             phase=(Phase.DECODE if plan.num_decodes else Phase.IDLE)
             | (Phase.PREFILL if plan.num_prefill_tokens else Phase.IDLE),
-            wants_stop=self._stop_asked and not self.scheduler.has_work,
+            wants_stop=self._stop_asked,
             failed=self._broken is not None,
             placement_generation=0 if self.placement is None else self.placement.generation,
             settings=self.settings,

@@ -55,7 +55,8 @@ class PeerFailed(EngineFailed):
 
 @dataclass(frozen=True)
 class Vote:
-    """One rank's part. settings: hash of all that shapes the collectives (`settings_hash`)."""
+    """One rank's part. wants_stop counts once no rank has work left. settings: hash of all
+    that shapes the collectives (`settings_hash`)."""
 
     has_work: bool
     num_tokens: int = 0

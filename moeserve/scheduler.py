@@ -4,11 +4,13 @@ One rule covers prefill, chunks of it, decode and recomputing: num_computed_toke
 num_tokens. A step is `schedule() -> StepPlan`, the work elsewhere, `commit(plan, result)`; all on
 plain data, no tensors, no clock.
 
-Order: one token of the budget is kept for the oldest sequence, then decodes, then started
-prefills, then new sequences, each first come first served. Where blocks run out, the last arrived
-sequence is preempted (its blocks go back, it is computed again later, mostly from the prefix
-cache); a sequence never preempts an older one, it waits a step instead. So the oldest always
-advances, and since each sequence fits in the pool alone (checked at submit) all of them finish.
+Order: decodes, then started prefills, then new sequences, each first come first served. A sequence
+is admitted with a token of the budget that all running ones left over, so there are never more of
+them than the budget has tokens: no decode and not the oldest prefill is left without one. Where
+blocks run out, the last arrived sequence is preempted (its blocks go back, it is computed again
+later, mostly from the prefix cache); a sequence never preempts an older one, it waits a step
+instead. So the oldest always advances, and since each sequence fits in the pool alone (checked at
+submit) all of them finish.
 
 Knows nothing of ranks, models or sampling.
 """
@@ -135,19 +137,15 @@ class Scheduler:
         chunk = self.limits.chunk_size or budget
         preempted: list[Sequence] = []
         running = self.running
-        # Were the oldest a prefill, decodes of later ones could keep the whole budget from it.
-        reserve = int(bool(running) and running[0].num_remaining_tokens > 1)
 
         i = 0
         while i < len(running):  # decodes; preempting takes from the list's end
             sequence = running[i]
             i += 1
-            if len(sequence.tokens) - sequence.num_computed_tokens == 1:
-                if budget <= reserve:
-                    break
-                if self._room_for_one(sequence, draft, preempted):
-                    draft[sequence] = 1
-                    budget -= 1
+            is_decode = len(sequence.tokens) - sequence.num_computed_tokens == 1
+            if is_decode and self._room_for_one(sequence, draft, preempted):
+                draft[sequence] = 1
+                budget -= 1
         i = 0
         while i < len(running) and budget > 0:  # prefills that have begun
             sequence = running[i]
@@ -171,6 +169,7 @@ class Scheduler:
             self._take(sequence, count, draft)
             budget -= count
 
+        assert len(running) <= self.limits.token_budget
         self._requeue(preempted)
         plan = _plan(draft, preempted)
         self._in_flight = plan if plan.sequences else None  # an empty one need not be committed

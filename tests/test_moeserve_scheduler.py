@@ -3,6 +3,7 @@ reads can be followed block by block."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -358,6 +359,37 @@ def test_equal_prompts_that_come_together_are_computed_once(budget: int, chunk: 
         assert computed < 5 * 30 / 2
 
 
+def test_other_salts_do_not_wait_for_each_other() -> None:
+    scheduler, _ = make(rows=8, budget=64)
+    for salt in ("a", "b"):
+        scheduler.add(msgspec.structs.replace(ask(salt, [1] * 20), cache_salt=salt))
+    assert scheduler.schedule().counts == [20, 20]
+
+
+def test_preempted_in_the_middle_of_prompt_logprobs() -> None:
+    """They begin anew with the prompt; what had been collected is not told twice."""
+    scheduler, memory = make(blocks=24, size=1, rows=2, budget=8, chunk=2, length=24)
+    scheduler.add(ask("a", [1] * 4, 18))
+    step(scheduler, memory)
+    prompt = [i % VOCAB for i in range(16)]
+    scheduler.add(ask("x", prompt, 2, prompt_logprobs=0))
+    found: list[TokenOutput] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        known = {}
+        for s, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            if s.wants_prompt_logprobs:
+                following = s.tokens[start + 1 : min(start + count, 15) + 1]
+                known[s.request_id] = [TokenLogprob(t, 0.0, 1) for t in following]
+        result = StepResult(memory.run(plan).token_ids, prompt_logprobs=known)
+        found += [o for o in scheduler.commit(plan, result) if o.request_id == "x"]
+    assert found[-1].num_preemptions == 1
+    told = found[0].prompt_logprobs
+    assert told is not None and told[0] is None
+    assert [e.token_id for e in told[1:] if e is not None] == prompt[1:]
+    assert all(o.prompt_logprobs is None for o in found[1:])
+
+
 def test_output_blocks_are_cached_for_the_next_turn() -> None:
     scheduler, memory = make(size=2)
     first = [1, 2, 3]
@@ -388,8 +420,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         size=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 12),
         chunk=st.sampled_from([None, 1, 3, 5]),
-        rows=st.integers(1, 5),
-        spare=st.integers(0, 12),
+        rows=st.integers(1, 6),
+        spare=st.integers(0, 4),
         prefix=st.booleans(),
     )
     def start(
@@ -406,9 +438,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix=prefix,
         )
 
-    @precondition(lambda self: len(self.asked) < 14)
+    @precondition(lambda self: len(self.asked) < 20)
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9),
         num=st.integers(1, 12),
         salt=st.sampled_from(["", "", "s"]),
     )
@@ -451,6 +483,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.scheduler.commit(self.plan, self.memory.run(self.plan))
         self.plan = None
         self.collect([*outputs, *self.scheduler.take_outbox()])
+
+    @precondition(lambda self: self.plan is None)
+    @rule(steps=st.integers(2, 8))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.schedule()
+            self.books_are_right()
+            self.commit()
 
     def collect(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
