@@ -46,6 +46,11 @@ class Failure:
     when: float = 0.0
 
     @property
+    def told(self) -> bool:
+        """True when the rank lived to tell its front end as well: a typed error."""
+        return self.exit_code > 0 and not self.secondary and not self.details
+
+    @property
     def secondary(self) -> bool:
         return self.exit_code in (LOST_PEER, -signal.SIGTERM)
 

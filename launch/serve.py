@@ -35,8 +35,12 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         check_port(config)
     from launch.job import run_job
 
-    report_end(run_job(config.parallel.ep, arguments, front_end), config.parallel.ep)
-    print("moeserve: stopped", file=sys.stderr)
+    failure = run_job(config.parallel.ep, arguments, front_end)
+    if front_end is not None and failure is not None and failure.told:
+        raise SystemExit(failure.exit_code)  # whoever gave the front end has heard it there
+    report_end(failure, config.parallel.ep)
+    if front_end is None:
+        print("moeserve: stopped", file=sys.stderr)
 
 
 def report_end(failure: Failure | None, num_ranks: int) -> None:
@@ -46,7 +50,9 @@ def report_end(failure: Failure | None, num_ranks: int) -> None:
     print(failure.details, end="", file=sys.stderr)
     if failure.exit_code < 0 and failure.rank >= 0:
         raise RankDied(failure.rank, failure.reason)
-    who = f"rank {failure.rank}: " if num_ranks > 1 and failure.rank >= 0 else ""
+    one_of_many = num_ranks > 1 and failure.rank >= 0
+    alike = failure.exit_code == ConfigError.exit_code  # found on all ranks
+    who = f"rank {failure.rank}: " if one_of_many and not alike else ""
     for line in failure.reason.splitlines():
         print(f"moeserve: {who}{line}", file=sys.stderr)
     raise SystemExit(failure.exit_code)

@@ -282,7 +282,7 @@ class EngineClient:
                     self._announced_ready = True
                     self.on_ready()
             case wire.Fatal():
-                log.error("rank %d: %s", rank, message.reason)
+                log.debug("rank %d: %s", rank, message.reason)  # its launcher says it aloud
                 self._schedule_verdict()
             case wire.Stopped():
                 self._changed.set()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ep.group import EPGroup
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
-from moeserve.errors import EngineFailed, MoeserveError
+from moeserve.errors import ConfigError, EngineFailed, MoeserveError, RankDied
 from moeserve.request import Request, TokenOutput
 
 Deliver = Callable[[TokenOutput], bool]
@@ -136,11 +136,19 @@ class RanksBackend:
                 with contextlib.suppress(asyncio.CancelledError, MoeserveError):
                     await ready
                 said = [r.lost for r in client.fleet.ranks if r.lost]
+                if code == ConfigError.exit_code and said:
+                    raise ConfigError(said[0].splitlines())
                 raise EngineFailed(
                     f"the ranks ended with exit code {code} while starting"
                     + (f": {said[0]}" if said else " (their messages are on stderr)")
                 )
-        ready.result()
+        try:
+            ready.result()
+        except RankDied as error:  # what is wrong with settings is no death: the exit code tells
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self._process.wait(STOP_SECONDS) == ConfigError.exit_code:
+                    raise ConfigError(error.reason.splitlines()) from None
+            raise
 
     @property
     def max_model_len(self) -> int:
