@@ -61,7 +61,8 @@ class Bench:
             from launch.job import run_job
             from launch.serve import report_end
 
-            report_end(run_job(config.parallel.ep, sys.argv[1:]), config.parallel.ep)
+            failure = run_job(config.parallel.ep, sys.argv[1:], endless=False)
+            report_end(failure, config.parallel.ep)
             return
         from launch.rank import RankProcess, check_size, run_alone
 

@@ -30,11 +30,15 @@ ORPHAN_SECONDS = 3.0  # what a front end without its rank 0 may take to end its 
 
 
 def run_job(
-    num_ranks: int, arguments: Sequence[str], front_end: str | None = None
+    num_ranks: int,
+    arguments: Sequence[str],
+    front_end: str | None = None,
+    *,
+    endless: bool = True,
 ) -> Failure | None:
     """Run `python -m moeserve ARGUMENTS` as every rank; block until all ended.
 
-    None when all ended with 0, else the first cause. The survivors of a death are told to stop and
+    None when all ended with 0, else the first cause. endless: being told to stop is a good end. The survivors of a death are told to stop and
     are killed if they do not. If this process is killed, the kernel kills the ranks.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -80,14 +84,16 @@ def run_job(
                 cause = first_cause(failures)
                 # What was asked for is no failure: ranks killed, or left by their peers at a stop.
                 wanted = hurry.is_set() or (stop.asked.is_set() and cause.secondary)
-                return None if wanted else cause
+                if not wanted:
+                    return cause
             except SignalException as error:  # the terminal is gone; the agent stopped the ranks
                 return Failure(-1, 1, f"stopped by {signal.Signals(error.sigval).name}")
             finally:
                 _clear(0.0 if hurry.is_set() else ORPHAN_SECONDS)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-    return None
+    stopped = stop.asked.is_set() and not endless
+    return Failure(-1, 128 + signal.SIGINT, "stopped before it was done") if stopped else None
 
 
 def _rank_environment(front_end: str | None) -> dict[str, str]:
