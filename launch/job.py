@@ -38,8 +38,9 @@ def run_job(
 ) -> Failure | None:
     """Run `python -m moeserve ARGUMENTS` as every rank; block until all ended.
 
-    None when all ended with 0, else the first cause. endless: being told to stop is a good end. The survivors of a death are told to stop and
-    are killed if they do not. If this process is killed, the kernel kills the ranks.
+    None when all ended with 0, else the first cause. endless: being told to stop is a good end. The
+    survivors of a death are told to stop and are killed if they do not. If this process is killed,
+    the kernel kills the ranks.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
