@@ -7,6 +7,7 @@ SIMD instructions, so that the paths of other machines are checked here too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -30,13 +31,15 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(scope="module", params=["torch", *VARIANTS])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "torch":
-        return TorchKernels()
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if request.param == "torch" else 2)
     try:
-        return NativeKernels(VARIANTS[request.param])
+        yield TorchKernels() if request.param == "torch" else NativeKernels(VARIANTS[request.param])
     except KernelsUnavailable as error:
         pytest.skip(str(error).splitlines()[0])
+    finally:
+        torch.set_num_threads(before)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

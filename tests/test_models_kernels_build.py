@@ -63,11 +63,6 @@ def test_flags_and_compiler_make_another_library(fake_compiler) -> None:  # type
     assert plain.compiler == "fake 1.0"
 
 
-def test_without_openmp_one_thread_is_named(fake_compiler) -> None:  # type: ignore[no-untyped-def]
-    fake_compiler('case "$*" in *-fopenmp*) echo "error: no openmp"; exit 1;; esac')
-    assert build().openmp == "none: one thread"
-
-
 def test_a_failing_compiler_is_quoted(fake_compiler) -> None:  # type: ignore[no-untyped-def]
     fake_compiler('echo "x.cpp:3: error: boom"; exit 1')
     with pytest.raises(KernelsUnavailable, match="error: boom"):

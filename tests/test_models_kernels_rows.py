@@ -7,6 +7,8 @@ other block sizes, with one thread and two); every row must come out bitwise the
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -277,3 +279,55 @@ def test_attention_in_company(
         assert torch.equal(alone, together[at : at + count])
         at += count
     assert not together.isnan().any()
+
+
+# -- threads ---------------------------------------------------------------------------------
+
+
+def test_callers_on_many_threads(set_threads: Callable[[int], None]) -> None:
+    """One instance used by five Python threads at once: each gets its own rows right."""
+    try:
+        kernels = NativeKernels()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error).splitlines()[0])
+    torch.manual_seed(8)
+    x = normal(40, 256, dtype=torch.bfloat16)
+    gate_up = kernels.linear_weight(normal(512, 256, dtype=torch.bfloat16), torch.bfloat16)
+    down = kernels.linear_weight(normal(256, 256, dtype=torch.bfloat16), torch.bfloat16)
+    set_threads(1)
+    want = kernels.mlp(x, gate_up, down)
+    set_threads(3)
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        for turn in range(60):
+            first = (number * 7 + turn) % 40
+            count = 1 + turn % 9
+            got = kernels.mlp(x[first : first + count], gate_up, down)
+            if not torch.equal(got, want[first : first + count]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_works_alone(set_threads: Callable[[int], None]) -> None:
+    """The helpers stay behind in the parent; the child must neither wait for them nor differ."""
+    try:
+        kernels = NativeKernels()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error).splitlines()[0])
+    torch.manual_seed(9)
+    x = normal(9, 512)
+    weight = kernels.linear_weight(normal(700, 512), torch.float32)
+    set_threads(2)
+    want = kernels.linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(kernels.linear(x, weight), want) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

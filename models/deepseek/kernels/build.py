@@ -18,22 +18,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from models.deepseek.kernels.errors import KernelsUnavailable
 
 SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("g++", "c++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w")
 
 
 @dataclass(frozen=True)
 class Library:
-    """A compiled library and how it came about, in words."""
+    """A compiled library and the compiler's own name for itself."""
 
     path: Path
     compiler: str
-    openmp: str  # "torch's", "the compiler's" or "none: one thread"
 
 
 def build(defines: tuple[str, ...] = ()) -> Library:
@@ -45,25 +42,14 @@ def build(defines: tuple[str, ...] = ()) -> Library:
     version = _run([compiler, "--version"]).splitlines()[0]
     machine_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = [*FLAGS, machine_flag, *(f"-D{name}" for name in defines)]
-    torch_openmp = _torch_openmp()
-    ways = [("torch's", ["-fopenmp"], [str(torch_openmp)])] if torch_openmp else []
-    ways += [("the compiler's", ["-fopenmp"], ["-fopenmp"]), ("none: one thread", [], [])]
     sources = sorted(SOURCES.glob("*.cpp"))
     if not sources:
         raise KernelsUnavailable(f"no sources in {SOURCES.name}/: the installation is incomplete")
-    reason = ""
-    for openmp, compile_flags, link_flags in ways:
-        key = _key(version, [*flags, *compile_flags, *link_flags])
-        path = _cache_folder() / f"kernels-{key}.so"
-        with _lock(path.with_suffix(".lock")):
-            if path.exists():
-                return Library(path, version, openmp)
-            try:
-                _compile(compiler, sources, [*flags, *compile_flags], link_flags, path)
-                return Library(path, version, openmp)
-            except KernelsUnavailable as error:
-                reason = reason or str(error)
-    raise KernelsUnavailable(reason)
+    path = _cache_folder() / f"kernels-{_key(version, flags)}.so"
+    with _lock(path.with_suffix(".lock")):
+        if not path.exists():
+            _compile(compiler, sources, flags, path)
+    return Library(path, version)
 
 
 def _find_compiler() -> str:
@@ -74,12 +60,6 @@ def _find_compiler() -> str:
             return found
     tried = f"CXX={asked}" if asked else ", ".join(COMPILERS)
     raise KernelsUnavailable(f"no C++ compiler found (tried {tried}); install g++ or set CXX")
-
-
-def _torch_openmp() -> Path | None:
-    """The OpenMP runtime that torch brings: sharing it means one thread pool, not two."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return found[0] if found else None
 
 
 def _key(version: str, flags: list[str]) -> str:
@@ -126,9 +106,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(
-    compiler: str, sources: list[Path], flags: list[str], link_flags: list[str], path: Path
-) -> None:
+def _compile(compiler: str, sources: list[Path], flags: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         running = [
@@ -145,7 +123,7 @@ def _compile(
             if process.returncode != 0:
                 raise KernelsUnavailable(f"{Path(compiler).name} failed: {_gist(output)}")
         made = Path(folder) / "kernels.so"
-        _run([compiler, "-shared", *map(str, objects), *link_flags, "-o", str(made)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
         os.replace(made, path)
 
 

@@ -1,9 +1,10 @@
 """The kernels in C++ (native/*.cpp), called through ctypes on the memory of torch tensors.
 
 Each method checks what the C side relies on (dtype, layout, sizes; indices are checked there),
-allocates the result and makes one call. Threads: torch.get_num_threads() at the call, in torch's
-own OpenMP pool. One instance may be used from several threads at once: scratch memory belongs to
-the calling thread.
+allocates the result and makes one call. Threads: at most torch.get_num_threads() at the call, from
+a pool of the library's own, which never waits for a helper that has not begun (native/pool.cpp).
+One instance may be used from several threads at once: scratch memory belongs to the calling
+thread, and whoever finds the pool taken works alone.
 
 Knows nothing of how the library is compiled (build.py). Shape letters as in base.py.
 """

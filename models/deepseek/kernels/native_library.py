@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from models.deepseek.kernels.build import Library
@@ -59,7 +58,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class NativeLibrary:
-    """ms_<name> as attribute <name>; `description` says instruction set, threads, compiler."""
+    """ms_<name> as attribute <name>; `description` says instruction set and compiler."""
 
     description: str
 
@@ -83,17 +82,4 @@ def load_library(library: Library) -> NativeLibrary:
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"{library.path.name} cannot be used: {error}") from error
     instructions = functions["instruction_set"]().decode()
-    pools = _openmp_runtimes()
-    extra = f"; {len(pools)} OpenMP runtimes in this process" if len(pools) > 1 else ""
-    text = f"{instructions}, OpenMP: {library.openmp}{extra}, {library.compiler}"
-    return NativeLibrary(functions, text)
-
-
-def _openmp_runtimes() -> set[str]:
-    """Paths of OpenMP runtimes mapped into this process: more than one means two thread pools."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return set()
-    paths = {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line}
-    names = ("libgomp", "libomp", "libiomp")
-    return {path for path in paths if Path(path).name.startswith(names)}
+    return NativeLibrary(functions, f"{instructions}, {library.compiler}")

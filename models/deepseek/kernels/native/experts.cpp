@@ -75,7 +75,7 @@ void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
   first.count = long(segments.size()) * panels;
   second.count = long(segments.size()) * columns;
   double total = 3.0 * double(pairs) * double(bundle.inter) * double(bundle.hidden);
-  int used = useful_threads(threads, total, first.count);
+  int used = first.threads = second.threads = useful_threads(threads, total, first.count);
   team(used, [&] {
     static thread_local Scratch gate_memory;
     float* gate = gate_memory.get<float>(size_t(block * PANEL + PANEL));
@@ -90,7 +90,7 @@ void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
                      bundle.up(slot_words(s.slot), p), width, shape.steps(), ahead, gate,
                      hidden + p * PANEL, stride, width);
     });
-    team_barrier(used);
+    first.finish();
     work(second, [&](long item, long next) {
       const Segment& s = segments[size_t(item / columns)];
       Panels<T> down = bundle.down(slot_words(s.slot));
@@ -210,8 +210,8 @@ void gate(const T* x, long stride, long rows, const float* weight, const float* 
   long parts = blocks >= 4 * threads ? 1 : ceil_div(g.experts, 4 * GROUP);
   long part = round_up(ceil_div(g.experts, parts), GROUP);
   double total = double(rows) * double(g.experts) * double(g.hidden);
-  int used = useful_threads(threads, total, blocks * parts);
   Claims first, second;
+  int used = first.threads = second.threads = useful_threads(threads, total, blocks * parts);
   first.count = blocks * parts;
   second.count = rows;
   team(used, [&] {
@@ -237,7 +237,7 @@ void gate(const T* x, long stride, long rows, const float* weight, const float* 
         }
       }
     });
-    team_barrier(used);
+    first.finish();
     float* choice = choice_memory.get<float>(size_t(4 * padded));
     char* taken = reinterpret_cast<char*>(choice + 3 * padded);
     work(second, [&](long row, long) {

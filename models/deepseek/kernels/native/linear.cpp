@@ -21,7 +21,9 @@ void linear(const T* x, long x_stride, long rows, const Panels<T>& w, Out* out, 
   long block = row_block<T>(w.k, rows), blocks = ceil_div(rows, block), panels = w.count();
   Claims claims;
   claims.count = blocks * panels;
-  team(useful_threads(threads, double(rows) * double(w.n) * double(w.k), claims.count), [&] {
+  double total = double(rows) * double(w.n) * double(w.k);
+  int used = claims.threads = useful_threads(threads, total, claims.count);
+  team(used, [&] {
     work(claims, [&](long item, long next) {
       long p = item % panels, begin = item / panels * block;
       long end = begin + block < rows ? begin + block : rows;
@@ -56,7 +58,7 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const P
   first.count = blocks * panels;
   second.count = ceil_div(rows, down_block) * down.count();
   double total = 3.0 * double(rows) * double(inter) * double(gate_up.k);
-  int used = useful_threads(threads, total, first.count);
+  int used = first.threads = second.threads = useful_threads(threads, total, first.count);
   team(used, [&] {
     static thread_local Scratch gate_memory;
     float* gate = gate_memory.get<float>(size_t(block * PANEL + PANEL));
@@ -84,7 +86,7 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const P
         for (long r = begin; r < end; r++)
           std::memset(hidden + r * stride + inter, 0, size_t(stride - inter) * sizeof(T));
     });
-    team_barrier(used);
+    first.finish();
     long columns = down.count();
     work(second, [&](long item, long next) {
       long p = item % columns, begin = item / columns * down_block;

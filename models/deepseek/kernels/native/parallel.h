@@ -1,9 +1,14 @@
-// Work items over the threads of one OpenMP pool, and scratch memory that stays with its thread.
+// Work items over the threads of one pool (pool.cpp), and scratch memory that stays with its thread.
 //
 // Which thread computes an item never changes a result, so items are claimed as threads get free.
 #pragma once
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace moeserve {
 
@@ -28,35 +33,53 @@ struct Scratch {
   }
 };
 
-// A queue of items 0 .. count - 1.
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// For waits that end soon unless the thread waited for has lost its core.
+template <class Ready> void wait_until(Ready ready) {
+  for (int i = 0; !ready(); i++) {
+    if (i < 2000)
+      relax();
+    else
+      std::this_thread::yield();
+  }
+}
+
+// Runs body on the calling thread and on up to threads - 1 helpers, if they come in time.
+void run_team(int threads, void (*call)(const void*), const void* body);
+
+template <class Body> void team(int threads, const Body& body) {
+  if (threads <= 1) return body();
+  run_team(threads, [](const void* p) { (*static_cast<const Body*>(p))(); }, &body);
+}
+
+// Items 0 .. count - 1 of one phase.
 struct Claims {
-  std::atomic<long> next{0};
+  std::atomic<long> next{0}, done{0};
   long count = 0;
+  int threads = 1;
+
+  // All items have been computed, not only claimed: what a later phase reads is there.
+  void finish() {
+    wait_until([this] { return done.load(std::memory_order_acquire) == count; });
+  }
 };
 
-// One team of threads; with one thread no pool is touched.
-template <class Body> void team(int threads, Body body) {
-  if (threads <= 1) {
-    body();
-    return;
-  }
-#pragma omp parallel num_threads(threads)
-  body();
-}
-inline void team_barrier(int threads) {
-  if (threads > 1) {
-#pragma omp barrier
-  }
-}
-
-// Called by each thread of a team: item(i, next) for all i; next is the item that this thread has
-// claimed to do afterwards (or -1), so that it can be fetched into the cache meanwhile.
-template <class Item> void work(Claims& claims, Item item) {
-  long current = claims.next.fetch_add(1, std::memory_order_relaxed);
-  while (current < claims.count) {
-    long next = claims.next.fetch_add(1, std::memory_order_relaxed);
-    item(current, next < claims.count ? next : -1);
-    current = next;
+// Called by each thread of a team: item(i, next) for all i; next (or -1) is the item that this
+// thread is likely to do afterwards, so that it can be fetched into the cache meanwhile.
+template <class Item> void work(Claims& claims, const Item& item) {
+  long i = claims.next.fetch_add(1, std::memory_order_relaxed);
+  while (i < claims.count) {
+    long next = i + claims.threads;
+    item(i, next < claims.count ? next : -1);
+    claims.done.fetch_add(1, std::memory_order_release);
+    i = claims.next.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
@@ -70,7 +93,7 @@ inline int useful_threads(int threads, double work, long items) {
 template <class Item> void parallel_items(int threads, double total, long count, Item item) {
   Claims claims;
   claims.count = count;
-  int used = useful_threads(threads, total, count);
+  int used = claims.threads = useful_threads(threads, total, count);
   team(used, [&] { work(claims, [&](long i, long) { item(i); }); });
 }
 
