@@ -78,9 +78,10 @@ class LocalBackend:
                 for output in engine.step():
                     if not deliver(output) and output.finish_reason is None:
                         engine.abort([output.request_id])
-        finally:  # interrupted: leave nothing behind for the next call
-            engine.abort([request.request_id for request in requests])
+        except BaseException:  # Ctrl-C too: leave nothing behind for the next call
+            engine.scheduler.fail_all("interrupted")
             engine.scheduler.take_outbox()
+            raise
 
     def stats(self) -> list[Any]:
         return [self.engine.stats()]

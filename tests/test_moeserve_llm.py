@@ -124,6 +124,18 @@ def test_what_cannot_be_served_is_said_before_anything_runs(llm: LLM) -> None:
     assert len(llm.generate("fine", GREEDY)[0].token_ids) == 12
 
 
+def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wanted,) = llm.generate("first", GREEDY)
+    runner = llm._backend.engine.runner  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["first", "second"], GREEDY)
+    (stats,) = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert llm.generate("first", GREEDY)[0].token_ids == wanted.token_ids
+
+
 def test_without_a_tokenizer_ids_still_work(random_checkpoint: Path, tmp_path: Path) -> None:
     for file in random_checkpoint.iterdir():
         if "token" not in file.name:

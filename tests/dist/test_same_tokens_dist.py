@@ -100,7 +100,7 @@ def requests(vocab: int) -> list[Request]:
         prompt = base[: rng.choice([0, 5, 17, 33, 50])]
         prompt = [*prompt, *(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 8)))]
         sampling = SamplingParams(
-            temperature=0, max_tokens=rng.randrange(5, 20), ignore_eos=True, logprobs=1
+            temperature=0, max_tokens=rng.randrange(4, 15), ignore_eos=True, logprobs=1
         )
         made.append(Request(request_id=f"{i}", prompt_token_ids=tuple(prompt), sampling=sampling))
     return made
@@ -169,7 +169,8 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
     group = EPGroup(rank, size, size, dist.group.WORLD, dist.new_group(backend="gloo"))
     report: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for name, dtype, redundant in CASES:
+    # Four ranks share two cores here: two cases that the others cover are left to two ranks.
+    for name, dtype, redundant in CASES if size < 4 else [*CASES[1:4], *CASES[5:]]:
         checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
         if not (checkpoint / "config.json").is_file():
             continue
