@@ -80,8 +80,9 @@ class LocalBackend:
                         engine.abort([output.request_id])
         except BaseException:  # Ctrl-C too: leave nothing behind for the next call
             engine.scheduler.fail_all("interrupted")
-            engine.scheduler.take_outbox()
             raise
+        finally:
+            engine.scheduler.take_outbox()  # ends of requests that were aborted on our behalf
 
     def stats(self) -> list[Any]:
         return [self.engine.stats()]
