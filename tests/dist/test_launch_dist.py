@@ -184,7 +184,7 @@ def test_ctrl_c(start):
 
 
 def test_a_second_signal_stops_at_once(start):
-    job = start("stubborn")
+    job = start("stubborn", ranks=1)
     job.process.send_signal(signal.SIGTERM)
     time.sleep(1.2)  # sooner it would be the same wish (launch.signals.SAME_WISH_SECONDS)
     assert job.process.poll() is None, "it had to wait for its stubborn front end"
@@ -193,7 +193,7 @@ def test_a_second_signal_stops_at_once(start):
 
 
 def test_a_stop_while_loading_ends_at_once(start):
-    job = start("loading")
+    job = start("loading", ranks=1)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 0 and "Traceback" not in job.text
 
@@ -211,7 +211,7 @@ def test_a_killed_rank_is_named(start, tmp_path, rank):
 
 
 def test_a_dead_front_end_ends_the_job(start, tmp_path):
-    job = start()
+    job = start(ranks=1)
     os.kill(pid(tmp_path, "front"), signal.SIGKILL)
     assert job.end() == 1
     assert "the front end died: killed by SIGKILL" in job.text.splitlines()[-1]
