@@ -27,6 +27,8 @@ INDEX = "model.safetensors.index.json"
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
+GATE = "model.layers.1.mlp.gate.weight"
+EMBED = "model.embed_tokens.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -130,6 +132,63 @@ def grow(b: Broken) -> None:
     file.write_bytes(file.read_bytes() + b"rest")
 
 
+def replace_first_shard(b: Broken, by: str) -> None:
+    file = b.path / "model-00001-of-000003.safetensors"
+    file.unlink()
+    if by == "link":
+        file.symlink_to(b.path / "gone")
+    elif by == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes(by.encode())
+
+
+def edit_header(b: Broken, change: Callable[[dict[str, Any]], None]) -> None:
+    file = b.file_of(NORM)
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    new = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
+
+
+def overlap(header: dict[str, Any]) -> None:
+    other = next(k for k, v in header.items() if k != NORM and v.get("shape") == [256])
+    header[NORM]["data_offsets"] = header[other]["data_offsets"]
+
+
+def only_a_dangling_link(b: Broken) -> None:
+    no_files(b)
+    (b.path / "model.safetensors").symlink_to(b.path / "gone")
+
+
+def only_a_folder(b: Broken) -> None:
+    no_files(b)
+    (b.path / "model.safetensors").mkdir()
+
+
+def only_an_empty_shard(b: Broken) -> None:
+    no_files(b)
+    save_file({}, b.path / "model.safetensors")
+
+
+def index_is_a_folder(b: Broken) -> None:
+    (b.path / INDEX).unlink()
+    (b.path / INDEX).mkdir()
+
+
+def mtp_not_in_the_config(b: Broken) -> None:
+    config = json.loads((b.path / "config.json").read_text())
+    (b.path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+
+
+def fuse(b: Broken) -> None:
+    prefix = "model.layers.1.mlp.experts."
+    b.drop(*[n for n in b.weight_map if n.startswith(prefix)])
+    b.add(prefix + "gate_up_proj", torch.zeros(8, 256, 256))
+
+
 FAULTS: dict[str, tuple[Callable[[Broken], None], list[str]]] = {
     "missing tensor": (lambda b: b.drop(NORM), [f"missing tensor {NORM}"]),
     "missing expert": (
@@ -179,6 +238,24 @@ FAULTS: dict[str, tuple[Callable[[Broken], None], list[str]]] = {
     "not in the index": (
         lambda b: b.write_map({k: v for k, v in b.weight_map.items() if k != NORM}),
         [f"tensor {NORM}", "is not in model.safetensors.index.json"]),
+    "empty file": (lambda b: replace_first_shard(b, ""), ["00001-of-000003.safetensors: trunc"]),
+    "dangling link": (
+        lambda b: replace_first_shard(b, "link"), ["000003.safetensors, which is missing"]),
+    "folder for a shard": (
+        lambda b: replace_first_shard(b, "folder"), ["000003.safetensors, which is missing"]),
+    "nothing but a dangling link": (
+        only_a_dangling_link, ["model.safetensors: cannot be read (No such file"]),
+    "nothing but a folder": (only_a_folder, ["model.safetensors: cannot be read (Is a dir"]),
+    "nothing but an empty shard": (only_an_empty_shard, ["model.safetensors: holds no tensor"]),
+    "index is a folder": (index_is_a_folder, [f"{INDEX}: cannot be read (Is a directory)"]),
+    "index of nothing": (lambda b: b.write_map({}), [f"{INDEX}: its weight_map is empty"]),
+    "overlapping tensors": (lambda b: edit_header(b, overlap), ["begins at byte", "ends at"]),
+    "offsets that are no integers": (
+        lambda b: edit_header(b, lambda h: h[NORM].update(data_offsets=[0.0, 512.0])),
+        ["corrupt header", NORM]),
+    "MTP layer that the config lacks": (
+        mtp_not_in_the_config, ["unexpected MTP layer model.layers.2", "num_nextn_predict_layers"]),
+    "fused experts": (fuse, ["missing tensor model.layers.1.mlp.experts.0.", "experts fused"]),
     "stored twice": (twice, [f"tensor {NORM} is stored twice"]),
 }  # fmt: skip
 
@@ -211,7 +288,7 @@ def test_all_problems_come_at_once(sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", [BIAS, EXPERT + "_scale_inv"])
+@pytest.mark.parametrize("name", [BIAS, EXPERT + "_scale_inv", NORM, GATE, EMBED, EXPERT])
 def test_values_that_would_poison_every_token(
     name: str, value: float, sound: Path, tmp_path: Path
 ) -> None:
@@ -219,13 +296,41 @@ def test_values_that_would_poison_every_token(
     shutil.copytree(sound, path)
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.view(-1)[0] = value
+        if tensor.dtype == torch.float8_e4m3fn:  # has a code for NaN and none for infinity
+            tensor.view(torch.uint8).view(-1)[7] = 0xFF
+        else:
+            tensor.view(-1)[7 % tensor.numel()] = value
         return tensor
 
     Broken(path).edit(name, poison)
     with pytest.raises(CheckpointError, match="NaN or infinity") as caught:
         load(path)
     assert name in str(caught.value)
+
+
+def test_negative_scales(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(sound, path)
+    Broken(path).edit(EXPERT + "_scale_inv", lambda scale: -scale)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale_inv holds negative"):
+        load(path)
+
+
+def test_a_layer_too_many_is_one_problem(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(sound, path)
+    mtp_not_in_the_config(Broken(path))
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_shard_that_the_index_does_not_name_is_told(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(sound, path)
+    save_file({"a": torch.zeros(2)}, path / "consolidated.safetensors")
+    assert any("consolidated.safetensors" in note for note in load(path).weights.notes)
+    assert not any("consolidated" in note for note in load(sound).weights.notes)
 
 
 def test_the_sound_one_loads(sound: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import SUPPORTED_FAMILIES, ConfigError, UnsupportedModel
 from models.deepseek.layout import expected_tensors
-from models.deepseek.random_families import FAMILIES, family_config
+from models.deepseek.random_families import FAMILIES, family_config, yarn
 from models.deepseek.rope import inverse_frequencies, yarn_range
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -218,6 +218,9 @@ def test_every_config_file_is_decided() -> None:
         ({"index_topk": 2048}, "index_topk=2048"),
         ({"swiglu_limit": 10.0, "expert_dtype": "fp4"}, "swiglu_limit=10.0, expert_dtype='fp4'"),
         ({"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "mlp_layer_types"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"rope_scaling": yarn(4, 64) | {"attn_factor": 2.0}}, "attn_factor=2.0"),
+        ({"rope_parameters": {"full_attention": {"factor": 3}}}, "full_attention"),
     ],
 )
 def test_refused_settings(change: dict[str, Any], reason: str) -> None:
@@ -239,12 +242,63 @@ def test_refused_settings(change: dict[str, Any], reason: str) -> None:
         ({"eos_token_id": 512}, "512"),
         ({"routed_scaling_factor": "much"}, "much"),
         ({"rope_scaling": {"type": "yarn", "factor": 40}}, "original_max_position_embeddings"),
+        # never converted: "false" would be true, 1.5 experts would be one
+        ({"norm_topk_prob": "false"}, "norm_topk_prob='false': true or false"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': true or false"),
+        ({"rope_interleave": 0}, "rope_interleave=0: true or false"),
+        ({"n_shared_experts": 1.5}, "n_shared_experts=1.5: an integer"),
+        ({"q_lora_rank": "96"}, "q_lora_rank='96': an integer"),
+        ({"q_lora_rank": -3}, "q_lora_rank=-3"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers=True: an integer"),
+        ({"routed_scaling_factor": math.nan}, "routed_scaling_factor=nan: a finite number above 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: a finite number above 0"),
+        ({"rope_theta": 0}, "rope_theta=0: a finite number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn': an object"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope factor=4.0 with type 'default'"),
+        ({"rope_scaling": yarn(0.5, 64)}, "rope factor=0.5: a finite number of at least 1"),
+        ({"rope_scaling": yarn(4, 0)}, "rope original_max_position_embeddings=0: a positive"),
+        ({"rope_scaling": yarn(4, 64, fast=0.5)}, "rope beta_fast=0.5: at least beta_slow=1"),
+        ({"rope_scaling": yarn(4, 64) | {"mscale": "x"}}, "rope mscale='x'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "one of them must go"),
+        ({"rope_parameters": {"factor": 2}}, "rope_parameters.factor=2, but rope_scaling has 40"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>': a token id or a list"),
+        ({"eos_token_id": [1, None]}, "eos_token_id=[1, None]"),
+        ({"bos_token_id": "a"}, "bos_token_id='a'"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8': an object"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "2 entries; num_hidden_layers=4"),
     ],
 )
 def test_broken_values_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         DeepSeekConfig.from_hf(family_config("v3", **change))
     assert named in str(caught.value)
+
+
+def test_all_broken_values_are_told_at_once() -> None:
+    change = {"n_group": "4", "rms_norm_eps": 0, "vocab_size": 512.0, "eos_token_id": 1.5}
+    with pytest.raises(ConfigError) as caught:
+        DeepSeekConfig.from_hf(family_config("v3", **change))
+    assert sorted(p.split("=")[0] for p in caught.value.problems) == sorted(change)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", '{"eos_token_id": "x"}'),
+        ("generation_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": "<e>", "added_tokens_decoder": [1]}'),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "e", "added_tokens_decoder": {"a": {"content": "e"}}}',
+        ),
+    ],
+)
+def test_broken_files_beside_the_config_are_named(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(family_config("v3")))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        DeepSeekConfig.from_hf(tmp_path)
 
 
 def test_eos_ids_are_the_union_of_all_files(tmp_path: Path) -> None:

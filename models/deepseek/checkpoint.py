@@ -15,7 +15,7 @@ from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
 from models.deepseek.fp8 import scale_shape
 from models.deepseek.layout import SCALE_SUFFIX, Expected, expected_tensors, head_name, mtp_layers
-from models.deepseek.safetensors_index import SafetensorsIndex, StoredTensor
+from models.deepseek.safetensors_index import INDEX_NAME, SafetensorsIndex, StoredTensor
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
@@ -121,7 +121,8 @@ def _check_mtp_present(
         if not any(n in index.tensors for n in names):
             problems.append(
                 f"MTP layer model.layers.{layer} is absent, but the config has "
-                f"num_nextn_predict_layers={config.num_mtp_layers} (load without MTP to serve it)"
+                f"num_nextn_predict_layers={config.num_mtp_layers} (load without MTP to serve it: "
+                "--no-mtp)"
             )
             for name in names:
                 del expected[name]
@@ -190,10 +191,18 @@ def _check_leftovers(
             towers += 1
         else:
             unexpected.append(name)
+    _tell_extra_layers(config, unexpected, problems)
     problems += [f"unexpected tensor {n} in {index.tensors[n].file}" for n in unexpected]
     if any(n.endswith((".weight_packed", ".weight_scale_2", ".input_scale")) for n in unexpected):
         problems.append("these names are of an int4 or NVFP4 quantisation, which is not built")
+    if any(".experts.gate_up_proj" in n for n in unexpected):
+        problems.append("experts fused in one tensor a layer are not read: one tensor an expert is")
     notes = []
+    if index.unlisted:
+        notes.append(
+            f"ignored {', '.join(index.unlisted)}: {INDEX_NAME} does not name "
+            f"{'it' if len(index.unlisted) == 1 else 'them'}"
+        )
     if ignored:
         notes.append(f"ignored {ignored} rotary_emb.inv_freq buffers: the config implies them")
     if towers:
@@ -205,6 +214,26 @@ def _check_leftovers(
     if tied:
         notes.append("lm_head is tied to the embedding, as the config says")
     return tuple(notes)
+
+
+def _tell_extra_layers(config: DeepSeekConfig, unexpected: list[str], problems: list[str]) -> None:
+    """A whole layer too many is one problem (and leaves `unexpected`), with the likely reason."""
+    first = config.num_hidden_layers + config.num_mtp_layers
+    prefix = f"{config.tensor_prefix}model.layers."
+    layers: dict[int, list[str]] = {}
+    for name in unexpected:
+        number = name.removeprefix(prefix).split(".")[0]
+        if name.startswith(prefix) and number.isdigit() and int(number) >= first:
+            layers.setdefault(int(number), []).append(name)
+    for layer, names in sorted(layers.items()):
+        if f"{prefix}{layer}.eh_proj.weight" not in names:
+            continue
+        problems.append(
+            f"unexpected MTP layer {prefix}{layer} ({len(names)} tensors): the config has "
+            f"num_nextn_predict_layers={config.num_mtp_layers}; with "
+            f"{layer - config.num_hidden_layers + 1} it would be loaded"
+        )
+        unexpected[:] = [name for name in unexpected if name not in set(names)]
 
 
 def _hosted(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models.deepseek.config import BlockFP8, DeepSeekConfig, Rope, Yarn
+from models.deepseek.config_fields import Fields
 from models.deepseek.errors import ConfigError, UnsupportedModel
 
 _REFUSED = {
@@ -52,6 +53,7 @@ _DIMENSIONS = (
     "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings",
 )  # fmt: skip
+_Q_LORA = {"glm4_moe_lite": 768}
 _NULL_MEANS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}
 # Keys that would change the model if they were set to anything else.
 _MUST_BE = {
@@ -60,14 +62,17 @@ _MUST_BE = {
     "mlp_bias": False,
     "moe_layer_freq": 1,
 }
-
-
 # Keys of neighbouring architectures: set to anything, they mean another model than the one built.
 _FOREIGN = (
     "index_topk", "index_n_heads", "sliding_window", "swiglu_limit", "compress_ratios", "hc_mult",
     "o_lora_rank", "num_hash_layers", "expert_dtype", "use_qk_norm", "zero_expert_num",
     "mla_scale_q_lora", "mla_scale_kv_lora", "mla_use_nope", "linear_attn_config",
+    "final_logit_softcapping", "attn_logit_softcapping",
 )  # fmt: skip
+_ROPE_KEYS = {
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "beta_fast", "beta_slow",
+    "original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+}  # fmt: skip
 
 
 def read_config(source: dict[str, Any] | str | Path) -> DeepSeekConfig:
@@ -127,42 +132,52 @@ def _parse_text(top: dict[str, Any], source: str, extra_eos: tuple[int, ...]) ->
     named = model_type if model_type == inner else f"{model_type} ({inner} inside)"
     ungrouped = {k: v for k, v in _NULL_MEANS.items() if k in text and text[k] is None}
     merged = _DEFAULTS[inner] | {k: v for k, v in text.items() if v is not None} | ungrouped
-    problems: list[str] = []
     _check_fixed(named, merged)
-    for key in _DIMENSIONS:
-        value = merged.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{key}={value!r}: a positive integer is needed")
+    problems: list[str] = []
+    fields, outer = Fields(merged, problems), Fields(top, problems)
+    dimensions = {key: fields.integer(key, 1) for key in _DIMENSIONS}
+    # null or 0: queries come straight from the hidden state
+    merged.setdefault("q_lora_rank", text.get("q_lora_rank", _Q_LORA.get(inner, 1536)))
+    eos = outer.ids("eos_token_id") + extra_eos
+    eos += fields.ids("eos_token_id") if text is not top else ()
+    mtp_key = "num_nextn_predict_layers"
+    if merged.get(mtp_key) is None and merged.get("num_mtp_layers") is not None:
+        mtp_key = "num_mtp_layers"
+    values: dict[str, Any] = dimensions | {
+        "first_k_dense_replace": _first_dense(named, text, fields),
+        "n_shared_experts": fields.integer("n_shared_experts", 0),
+        "n_group": fields.integer("n_group", 1),
+        "topk_group": fields.integer("topk_group", 1),
+        "routed_scaling_factor": fields.number("routed_scaling_factor"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "q_lora_rank": fields.integer("q_lora_rank", 0, default=0) or None,
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "rope": _rope(named, text, problems),
+        "num_mtp_layers": fields.integer(mtp_key, 0, default=0),
+        "tie_word_embeddings": Fields(text, problems).flag("tie_word_embeddings", False),
+        "bos_token_id": (fields if "bos_token_id" in text else outer).optional_integer(
+            "bos_token_id"
+        ),
+        "pad_token_id": (fields if "pad_token_id" in text else outer).optional_integer(
+            "pad_token_id", least=-1
+        ),
+    }
+    quant = Fields(text, problems).table("quantization_config") or outer.table(
+        "quantization_config"
+    )
     if problems:
-        raise ConfigError(source, problems)
-    q_lora = text.get("q_lora_rank", 768 if inner == "glm4_moe_lite" else 1536) or None
-    first_dense = _first_dense(named, text, merged, problems)
-    eos = _as_ids(top.get("eos_token_id")) + _as_ids(text.get("eos_token_id")) + extra_eos
-    quant = text.get("quantization_config") or top.get("quantization_config")
+        raise ConfigError(source, sorted(set(problems), key=problems.index))
     config = DeepSeekConfig(
         model_type=inner,
-        **{key: merged[key] for key in _DIMENSIONS},
-        first_k_dense_replace=first_dense,
-        n_shared_experts=int(merged["n_shared_experts"]),
-        n_group=int(merged["n_group"]),
-        topk_group=int(merged["topk_group"]),
-        routed_scaling_factor=float(merged["routed_scaling_factor"]),
         scoring_func=merged["scoring_func"],
         topk_method=merged["topk_method"],
-        norm_topk_prob=bool(merged["norm_topk_prob"]),
-        q_lora_rank=q_lora,
-        rms_norm_eps=float(merged["rms_norm_eps"]),
-        rope=_rope(named, text, problems),
-        num_mtp_layers=int(text.get("num_nextn_predict_layers") or text.get("num_mtp_layers") or 0),
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
         quantization=_quantization(named, quant),
-        bos_token_id=text.get("bos_token_id", top.get("bos_token_id")),
-        pad_token_id=text.get("pad_token_id", top.get("pad_token_id")),
         eos_token_ids=tuple(sorted(set(eos))),
         tensor_prefix=prefix,
         ignored_prefixes=ignored,
+        **values,
     )
-    problems += _inconsistencies(config)
+    problems = _inconsistencies(config)
     if problems:
         raise ConfigError(source, problems)
     return config
@@ -176,6 +191,11 @@ def _check_fixed(model_type: str, merged: dict[str, Any]) -> None:
     if foreign:
         raise UnsupportedModel(
             model_type, f"{', '.join(foreign)}: another architecture's setting, which is not built"
+        )
+    kinds = merged.get("layer_types")
+    if kinds is not None and any(kind != "full_attention" for kind in kinds):
+        raise UnsupportedModel(
+            model_type, f"layer_types={kinds!r}: only full attention in every layer is built"
         )
     softmax = merged["model_type"] == "deepseek_v2"
     allowed = ("greedy", "group_limited_greedy") if softmax else ("noaux_tc",)
@@ -193,61 +213,83 @@ def _check_fixed(model_type: str, merged: dict[str, Any]) -> None:
         )
 
 
-def _first_dense(
-    model_type: str, text: dict[str, Any], merged: dict[str, Any], problems: list[str]
-) -> int:
+def _first_dense(model_type: str, text: dict[str, Any], fields: Fields) -> int:
+    value = fields.integer("first_k_dense_replace", 0)
     types = text.get("mlp_layer_types")
-    value = int(merged["first_k_dense_replace"])
     if types is None:
         return value
     dense = list(types).count("dense")
     if list(types) != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-        raise UnsupportedModel(model_type, "mlp_layer_types: dense layers must all come first")
-    if len(types) != merged["num_hidden_layers"]:
-        problems.append(f"mlp_layer_types has {len(types)} entries for num_hidden_layers layers")
-    if "first_k_dense_replace" in text and value != dense:
-        problems.append(f"first_k_dense_replace={value}, but mlp_layer_types says {dense}")
+        raise UnsupportedModel(
+            model_type, f"mlp_layer_types={types!r}: only dense layers first, then sparse, is built"
+        )
+    layers = fields.values.get("num_hidden_layers")
+    if len(types) != layers:
+        fields.problems.append(
+            f"mlp_layer_types has {len(types)} entries; num_hidden_layers={layers} are needed"
+        )
+    if text.get("first_k_dense_replace") is not None and value != dense:
+        fields.problems.append(
+            f"first_k_dense_replace={value}, but mlp_layer_types says {dense}: both must agree"
+        )
     return dense
 
 
 def _rope(model_type: str, text: dict[str, Any], problems: list[str]) -> Rope:
     """`rope_parameters` (always filled by transformers 5, also without scaling) or `rope_scaling`
     with `rope_theta` beside it. Whether there is scaling is told by the type, not by presence."""
-    settings: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        settings |= {k: v for k, v in (text.get(key) or {}).items() if v is not None}
-    theta = settings.get("rope_theta", text.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
-    interleaved = text.get("rope_interleave")
-    interleaved = True if interleaved is None else bool(interleaved)
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    top = Fields(text, problems)
+    settings = top.table("rope_scaling")
+    for key, value in top.table("rope_parameters").items():
+        if settings.get(key, value) != value:
+            problems.append(
+                f"rope_parameters.{key}={value!r}, but rope_scaling has {settings[key]!r}: one of "
+                "them must go"
+            )
+        settings[key] = value
+    unknown = [f"{k}={v!r}" for k, v in settings.items() if k not in _ROPE_KEYS]
+    if unknown:
+        raise UnsupportedModel(model_type, f"RoPE settings {', '.join(unknown)} are not built")
     if any(d.get("partial_rotary_factor", 1.0) not in (1.0, None) for d in (settings, text)):
         raise UnsupportedModel(model_type, "partial_rotary_factor other than 1 is not built")
-    if kind in ("default", None):
+    fields = Fields(settings, problems, "rope ")
+    with_theta = fields if "rope_theta" in settings else top
+    theta = with_theta.number("rope_theta", above=1.0, default=10000.0)
+    interleaved = top.flag("rope_interleave", True)
+    kinds = {settings[k] for k in ("rope_type", "type") if k in settings} or {"default"}
+    kind = kinds.pop()
+    if kinds:
+        problems.append(f"rope type={kind!r} and {kinds.pop()!r}: one of them must go")
+    if kind == "default":
+        if settings.get("factor", 1) != 1:
+            problems.append(
+                f"rope factor={settings['factor']!r} with type 'default': 'yarn' is needed to scale"
+            )
         return Rope(theta=theta, interleaved=interleaved)
     if kind not in ("yarn", "deepseek_yarn"):
         raise UnsupportedModel(model_type, f"RoPE scaling {kind!r}; only yarn is built")
-    original = settings.get("original_max_position_embeddings")
-    factor = settings.get("factor")
-    if original is None:
-        problems.append("rope: yarn without original_max_position_embeddings")
-        return Rope(theta=theta, interleaved=interleaved)
-    if factor is None:
-        factor = text["max_position_embeddings"] / original
+    original = fields.integer("original_max_position_embeddings", 1)
+    positions = text.get("max_position_embeddings")
+    if "factor" not in settings and isinstance(positions, int):
+        settings["factor"] = max(positions / original, 1.0)
+    fast = fields.number("beta_fast", default=32.0)
+    slow = fields.number("beta_slow", default=1.0)
+    if fast < slow:
+        problems.append(f"rope beta_fast={fast:g}: at least beta_slow={slow:g} is needed")
     yarn = Yarn(
-        factor=float(factor),
-        original_max_position_embeddings=int(original),
-        beta_fast=float(settings.get("beta_fast") or 32),
-        beta_slow=float(settings.get("beta_slow") or 1),
-        mscale=settings.get("mscale"),
-        mscale_all_dim=settings.get("mscale_all_dim"),
-        attention_factor=settings.get("attention_factor"),
-        truncate=bool(settings.get("truncate", True)),
+        factor=fields.number("factor", least=1.0),
+        original_max_position_embeddings=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=fields.optional_number("mscale"),
+        mscale_all_dim=fields.optional_number("mscale_all_dim"),
+        attention_factor=fields.optional_number("attention_factor"),
+        truncate=fields.flag("truncate", True),
     )
     return Rope(theta=theta, interleaved=interleaved, yarn=yarn)
 
 
-def _quantization(model_type: str, quant: dict[str, Any] | None) -> BlockFP8 | None:
+def _quantization(model_type: str, quant: dict[str, Any]) -> BlockFP8 | None:
     if not quant:
         return None
     method = str(quant.get("quant_method", quant.get("quant_algo", "?")))
@@ -258,7 +300,7 @@ def _quantization(model_type: str, quant: dict[str, Any] | None) -> BlockFP8 | N
             model_type, f"quantisation {named}; only fp8 e4m3 with 128x128 block scales is built"
         )
     fmt, block = quant.get("fmt", "e4m3"), quant.get("weight_block_size")
-    if fmt != "e4m3" or block is None or list(block) != [128, 128]:
+    if fmt != "e4m3" or block != [128, 128]:
         raise UnsupportedModel(
             model_type,
             f"fp8 with fmt={fmt!r}, weight_block_size={block}; only e4m3 with [128, 128] is built",
@@ -278,9 +320,12 @@ def _inconsistencies(c: DeepSeekConfig) -> list[str]:
             f"{c.num_hidden_layers - 1} (one MoE layer at least)"
         )
     if c.num_experts_per_tok > c.n_routed_experts:
-        problems.append(f"num_experts_per_tok={c.num_experts_per_tok} > n_routed_experts")
-    if c.n_group < 1 or c.n_routed_experts % c.n_group:
-        problems.append(f"n_group={c.n_group} does not divide n_routed_experts")
+        problems.append(
+            f"num_experts_per_tok={c.num_experts_per_tok}: at most "
+            f"n_routed_experts={c.n_routed_experts}"
+        )
+    if c.n_routed_experts % c.n_group:
+        problems.append(f"n_group={c.n_group}: must divide n_routed_experts={c.n_routed_experts}")
     elif not 1 <= c.topk_group <= c.n_group:
         problems.append(f"topk_group={c.topk_group}: valid are 1 to n_group={c.n_group}")
     elif c.topk_method != "greedy":
@@ -295,42 +340,47 @@ def _inconsistencies(c: DeepSeekConfig) -> list[str]:
                 f"n_group={c.n_group}: groups of {size}, but a group scores by its two best"
             )
     if c.qk_rope_head_dim % 2:
-        problems.append(f"qk_rope_head_dim={c.qk_rope_head_dim} is odd")
-    if c.n_shared_experts < 0 or c.num_mtp_layers < 0:
-        problems.append("n_shared_experts and num_nextn_predict_layers must not be negative")
+        problems.append(f"qk_rope_head_dim={c.qk_rope_head_dim}: must be even")
     bad = [t for t in c.eos_token_ids if not 0 <= t < c.vocab_size]
     if bad:
-        problems.append(f"eos ids {bad} are outside of the vocabulary of {c.vocab_size}")
+        problems.append(f"eos_token_id={bad}: valid are 0 to {c.vocab_size - 1} (vocab_size)")
     return problems
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
 
 
 def _folder_eos(folder: Path) -> tuple[int, ...]:
     """eos ids of generation_config.json and of the tokenizer: real releases disagree."""
     ids: tuple[int, ...] = ()
-    if (folder / "generation_config.json").is_file():
-        ids += _as_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        problems: list[str] = []
+        ids += Fields(read_json(generation), problems).ids("eos_token_id")
+        if problems:
+            raise ConfigError(str(generation), problems)
     settings = folder / "tokenizer_config.json"
     if not settings.is_file():
         return ids
-    tokenizer_config = read_json(settings)
-    eos = tokenizer_config.get("eos_token")
+    try:
+        return ids + _tokenizer_eos(read_json(settings), folder / "tokenizer.json")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        problem = f"the id of eos_token cannot be read: {error!r}"
+        raise ConfigError(str(settings), [problem]) from error
+
+
+def _tokenizer_eos(config: dict[str, Any], tokenizer: Path) -> tuple[int, ...]:
+    eos = config.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if text is None:
-        return ids
-    added = tokenizer_config.get("added_tokens_decoder") or {}
+        return ()
+    added = config.get("added_tokens_decoder") or {}
     found = [int(i) for i, t in added.items() if t.get("content") == text]
-    if not found and (folder / "tokenizer.json").is_file():
-        tokens = read_json(folder / "tokenizer.json").get("added_tokens") or []
+    if not found and tokenizer.is_file():
+        tokens = read_json(tokenizer).get("added_tokens") or []
         found = [int(t["id"]) for t in tokens if t.get("content") == text]
-    return ids + tuple(found)
+    return tuple(found)
 
 
 def _side_method(path: Path) -> str:
-    quant = read_json(path).get("quantization") or {}
+    quant = Fields(read_json(path), []).table("quantization")
     return f"modelopt {quant.get('quant_algo', '')}".strip()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -58,14 +59,16 @@ class StoredTensor:
 class SafetensorsIndex:
     """All tensors of a checkpoint folder by name; `read` maps their bytes.
 
-    problems: faults of files and headers, each naming its file. bytes_read: payload bytes handed
-    out so far (`read` may be called from many threads).
+    problems: faults of files and headers, each naming its file. unlisted: *.safetensors files that
+    the index does not name and that are therefore not read. bytes_read: payload bytes handed out so
+    far (`read` may be called from many threads).
     """
 
     directory: Path
     tensors: dict[str, StoredTensor]
     files: tuple[str, ...]
     problems: tuple[str, ...]
+    unlisted: tuple[str, ...] = ()
     bytes_read: int = 0
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -76,14 +79,17 @@ class SafetensorsIndex:
         folder = Path(directory)
         problems: list[str] = []
         weight_map = _weight_map(folder, problems)
+        present = sorted(p.name for p in folder.glob("*.safetensors"))
         if weight_map is None:
-            files = sorted(p.name for p in folder.glob("*.safetensors"))
+            files = present
             if not files and not problems:
                 problems.append(f"{folder}: no *.safetensors file and no {INDEX_NAME}")
             if len(files) > 1:
                 problems.append(f"{len(files)} shards ({files[0]}, ...) without {INDEX_NAME}")
         else:
             files = sorted(set(weight_map.values()))
+            if not files and not problems:
+                problems.append(f"{INDEX_NAME}: its weight_map is empty")
         tensors: dict[str, StoredTensor] = {}
         for name in files:
             for stored in _read_header(folder, name, problems):
@@ -103,7 +109,8 @@ class SafetensorsIndex:
             for name in tensors:
                 if name not in weight_map:
                     problems.append(f"tensor {name} in {tensors[name].file} is not in {INDEX_NAME}")
-        return cls(folder, tensors, tuple(files), tuple(problems))
+        unlisted = tuple(name for name in present if name not in files)
+        return cls(folder, tensors, tuple(files), tuple(problems), unlisted)
 
     def read(self, name: str) -> Tensor:
         """The tensor over the mapped file: no copy is made. Keep no reference after `close`."""
@@ -145,11 +152,14 @@ class SafetensorsIndex:
 
 def _weight_map(folder: Path, problems: list[str]) -> dict[str, str] | None:
     path = folder / INDEX_NAME
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         return None
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         pairs = {str(k): str(v) for k, v in weight_map.items()}
+    except OSError as error:
+        problems.append(f"{INDEX_NAME}: cannot be read ({error.strerror})")
+        return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{INDEX_NAME}: not a readable index ({error!r})")
         return {}
@@ -163,31 +173,61 @@ def _weight_map(folder: Path, problems: list[str]) -> dict[str, str] | None:
 
 
 def _read_header(folder: Path, file: str, problems: list[str]) -> list[StoredTensor]:
-    path = folder / file
-    if not path.is_file():
-        return []  # already told
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        head = handle.read(8)
-        if len(head) < 8:
-            problems.append(f"{file}: truncated ({size} bytes; not even a header length)")
-            return []
-        (length,) = struct.unpack("<Q", head)
-        if length > _MAX_HEADER:
-            problems.append(f"{file}: corrupt header (length {length})")
-            return []
-        if 8 + length > size:
-            problems.append(f"{file}: truncated inside its header ({size} of {8 + length} bytes)")
-            return []
-        raw = handle.read(length)
+    try:
+        with (folder / file).open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            raw = _raw_header(handle, size, file, problems)
+    except OSError as error:
+        if not any(file in problem for problem in problems):  # the index told of it already
+            problems.append(f"{file}: cannot be read ({error.strerror})")
+        return []
+    if raw is None:
+        return []
+    base = 8 + len(raw)
     try:
         header = json.loads(raw)
+        if not isinstance(header, dict):
+            raise ValueError(f"a {type(header).__name__}, not an object")
         header.pop("__metadata__", None)
-        parsed = [_entry(name, value, file, 8 + length) for name, value in header.items()]
+        parsed = [_entry(name, value, file, base) for name, value in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"{file}: corrupt header ({error!r})")
         return []
-    end = max((t.end for t in parsed), default=8 + length)
+    if not parsed:
+        problems.append(f"{file}: holds no tensor")
+    _check_extents(parsed, file, base, size, problems)
+    return parsed
+
+
+def _raw_header(handle: BinaryIO, size: int, file: str, problems: list[str]) -> bytes | None:
+    head = handle.read(8)
+    if len(head) < 8:
+        problems.append(f"{file}: truncated ({size} bytes; not even a header length)")
+        return None
+    (length,) = struct.unpack("<Q", head)
+    if length > _MAX_HEADER:
+        problems.append(f"{file}: corrupt header (length {length})")
+        return None
+    if 8 + length > size:
+        problems.append(f"{file}: truncated inside its header ({size} of {8 + length} bytes)")
+        return None
+    return handle.read(length)
+
+
+def _check_extents(
+    parsed: list[StoredTensor], file: str, base: int, size: int, problems: list[str]
+) -> None:
+    """Tensors fill the file one after the other: no byte is shared, left out or missing."""
+    position = base
+    for tensor in sorted(parsed, key=lambda t: (t.begin, t.end)):
+        if tensor.begin != position:
+            problems.append(
+                f"tensor {tensor.name} in {file}: begins at byte {tensor.begin - base} of the "
+                f"payload; what comes before it ends at {position - base}"
+            )
+            break
+        position = tensor.end
+    end = max((t.end for t in parsed), default=base)
     if end > size:
         cut = [t.name for t in parsed if t.end > size]
         problems.append(
@@ -202,13 +242,12 @@ def _read_header(folder: Path, file: str, problems: list[str]) -> list[StoredTen
                 f"tensor {tensor.name} in {file}: {tensor.nbytes} bytes do not hold "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
-    return parsed
 
 
 def _entry(name: str, value: Any, file: str, base: int) -> StoredTensor:
     begin, end = value["data_offsets"]
-    shape = tuple(int(n) for n in value["shape"])
-    if not 0 <= begin <= end or any(n < 0 for n in shape):
+    shape = tuple(value["shape"])
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)) or begin > end:
         raise ValueError(f"{name}: data_offsets {value['data_offsets']}, shape {list(shape)}")
     return StoredTensor(name, str(value["dtype"]), shape, file, base + begin, base + end)
 
