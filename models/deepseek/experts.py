@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dispatch.base import CombineForm, Layout, Received
-from dispatch.permute import permute
 from models.deepseek.kernels.base import ExpertWeights, Kernels
 
 
@@ -34,11 +33,11 @@ def run_experts(
 def _routed(
     kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
 ) -> tuple[Tensor, Tensor | None]:
-    order = permute(received.slots, received.counts)
-    y = kernels.experts(received.x, order.pair_rows, order.offsets, weights)
+    pair_rows, offsets, index = kernels.sort_pairs(received.slots, weights.num_slots)
+    y = kernels.experts(received.x, pair_rows, offsets, weights)
     if form is CombineForm.PAIRS:
-        return y, order.index
-    return kernels.combine_pairs(y, order.index, received.weights).to(received.x.dtype), None
+        return y, index
+    return kernels.combine_pairs(y, index, received.weights).to(received.x.dtype), None
 
 
 def _expanded(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek.config import DeepSeekConfig
-from models.deepseek.kernels.base import Kernels
+from models.deepseek.kernels.base import AbsorbedMla, Kernels, MlaShape
 from models.deepseek.weights import AttentionWeights
 from models.interface import ForwardBatch
 
@@ -89,12 +89,16 @@ class Attention:
 
     def __init__(self, config: DeepSeekConfig, kernels: Kernels, cos_sin: Tensor) -> None:
         self.config, self.kernels, self.cos_sin = config, kernels, cos_sin
+        self._whole: dict[int, AbsorbedMla] = {}  # by id of the weights, which each keeps alive
 
     def __call__(
         self, x: Tensor, weights: AttentionWeights, layer: Tensor, batch: ForwardBatch,
         plan: AttentionPlan,
     ) -> Tensor:  # fmt: skip
         """x [T, D] normed, layer: the cache [blocks, block, c + r], written here -> [T, D]."""
+        if plan.naive is None:
+            assert plan.absorbed is not None
+            return self._absorbed_layer(weights)(x, layer, plan.absorbed)
         c, k, w = self.config, self.kernels, weights
         heads, n, v = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
         joined = k.linear(x, w.qkv_a)
@@ -109,10 +113,7 @@ class Attention:
         q = q.reshape(-1, heads, c.qk_head_dim)  # [T, H, n + r]
         q_nope = q[..., :n]
         q_rope = k.rope(q[..., n:], batch.positions, self.cos_sin)
-        if plan.naive is None:
-            assert plan.absorbed is not None
-            out = self._absorbed(q_nope, q_rope, w, layer, plan.absorbed)
-        elif plan.absorbed is None:
+        if plan.absorbed is None:
             out = self._naive(q_nope, q_rope, w, layer, plan.naive)
         else:
             out = q.new_empty(q.shape[0], heads, v)
@@ -121,6 +122,24 @@ class Attention:
             out[few] = self._absorbed(q_nope[few], q_rope[few], w, layer, plan.absorbed)
             out[many] = self._naive(q_nope[many], q_rope[many], w, layer, plan.naive)
         return k.linear(out.reshape(-1, heads * v), w.o)
+
+    def _absorbed_layer(self, weights: AttentionWeights) -> AbsorbedMla:
+        """The whole layer as one kernel, made at its first use."""
+        layer = self._whole.get(id(weights))
+        if layer is None:
+            c = self.config
+            shape = MlaShape(
+                num_heads=c.num_attention_heads,
+                nope_dim=c.qk_nope_head_dim,
+                rope_dim=c.qk_rope_head_dim,
+                rank=c.kv_lora_rank,
+                value_dim=c.v_head_dim,
+                scale=c.softmax_scale,
+                norm_eps=c.latent_norm_eps,
+            )
+            layer = self.kernels.absorbed_mla(weights, shape, self.cos_sin)
+            self._whole[id(weights)] = layer
+        return layer
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor, w: AttentionWeights, layer: Tensor,
