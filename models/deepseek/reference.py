@@ -136,8 +136,10 @@ class ReferenceModel:
             turns = yarn.original_max_position_embeddings / (beta * 2 * math.pi)
             return r * math.log(turns) / (2 * math.log(theta))
 
-        low = max(math.floor(index(yarn.beta_fast)), 0)
-        high: float = min(math.ceil(index(yarn.beta_slow)), r - 1)
+        low, high = index(yarn.beta_fast), index(yarn.beta_slow)
+        if yarn.truncate:
+            low, high = float(math.floor(low)), float(math.ceil(high))
+        low, high = max(low, 0.0), min(high, r - 1.0)
         if low == high:
             high += 0.001
         ramp = min(max((j - low) / (high - low), 0.0), 1.0)
