@@ -111,4 +111,5 @@ class LocalDispatcher:
         self._closed = True
 
     def _expect(self, handle: Handle, state: HandleState) -> TokenHandle:
-        return TokenHandle.expect(handle, self, state)
+        token: TokenHandle = TokenHandle.expect(handle, self, state)
+        return token

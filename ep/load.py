@@ -90,7 +90,8 @@ def load_of_ranks(totals: ArrayLike, placement: ExpertPlacement) -> FloatArray:
         raise ValueError(f"totals {loads.shape}: must be {expected} [layers, experts]")
     share = loads / placement.replica_count
     slots = np.take_along_axis(share, placement.physical_to_logical, axis=1)
-    return slots.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2)
+    ranks: FloatArray = slots.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2)
+    return ranks
 
 
 def balancedness(totals: ArrayLike, placement: ExpertPlacement) -> FloatArray:

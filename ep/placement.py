@@ -11,8 +11,8 @@ g * P / ranks ... (g + 1) * P / ranks - 1.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,11 +166,11 @@ class ExpertPlacement:
 
     @property
     def num_layers(self) -> int:
-        return self.physical_to_logical.shape[0]
+        return len(self.physical_to_logical)
 
     @property
     def num_physical_experts(self) -> int:
-        return self.physical_to_logical.shape[1]
+        return len(self.physical_to_logical[0])
 
     @property
     def num_redundant_experts(self) -> int:
@@ -319,22 +319,20 @@ def _count(table: IntArray, experts: int) -> IntArray:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    """(head, table). OSError when the file cannot be read, PlacementError when it is no placement."""
+    if path.suffix not in (".json", ".npz"):
+        raise PlacementError(f"path={str(path)!r}: valid endings are .json and .npz")
+    content = path.read_bytes()
     try:
         if path.suffix == ".json":
-            head = json.loads(path.read_text())
-            if not isinstance(head, dict):
-                raise PlacementError(f"{path}: must be a JSON object")
-            return head, head.get("physical_to_logical", [])
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                head = json.loads(str(archive["meta"]))
-                if not isinstance(head, dict):
-                    raise PlacementError(f"{path}: meta must be a JSON object")
-                return head, archive["physical_to_logical"]
-    except (json.JSONDecodeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise PlacementError(f"{path}: not a placement file ({error})") from error
-    except ValueError as error:
-        if isinstance(error, PlacementError):
-            raise
-        raise PlacementError(f"{path}: not a placement file ({error})") from error
-    raise PlacementError(f"path={str(path)!r}: valid endings are .json and .npz")
+            head = json.loads(content)
+            table = head.get("physical_to_logical", []) if isinstance(head, dict) else []
+        else:
+            with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+                head, table = json.loads(str(archive["meta"])), archive["physical_to_logical"]
+    except Exception as error:  # a damaged archive raises what its bytes happen to look like
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PlacementError(f"{path}: not a placement file ({reason})") from error
+    if not isinstance(head, dict):
+        raise PlacementError(f"{path}: not a placement file (no JSON object at its head)")
+    return head, table

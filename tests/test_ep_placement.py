@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,6 +169,25 @@ def test_files_that_are_not_placements_are_refused(tmp_path) -> None:
             ExpertPlacement.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         ExpertPlacement.load(tmp_path / "none.json")
+
+
+def test_a_damaged_archive_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
+    path = tmp_path / "p.npz"
+    good = ExpertPlacement.trivial(4, 16, 2, 4)
+    good.save(path)
+    raw = path.read_bytes()
+    refused = 0
+    for seed in range(300):
+        place, by = np.random.default_rng(seed).integers((len(raw), 256))
+        damaged = bytearray(raw)
+        damaged[place] = by
+        path.write_bytes(damaged)
+        try:
+            ExpertPlacement.load(path)  # some bytes of a zip file mean nothing
+        except PlacementError as error:
+            refused += 1
+            assert "p.npz" in str(error) and "\n" not in str(error)
+    assert refused > 100
 
 
 def test_diff_names_each_changed_slot() -> None:
