@@ -1,7 +1,7 @@
 """The front end as a child process of rank 0: started, asked for its address, told to stop.
 
-    python -m launch.front_end PARENT_PID ...   is that process: tied to its parent's life, then
-                                                `moeserve.frontend`, which has the contract.
+    python -m launch.front_end FD ...   is that process: tied to its parent's life by a pipe, then
+                                        `moeserve.frontend`, which has the contract.
 
 Knows processes and pipes. Knows nothing of HTTP or of what the messages say.
 """
@@ -13,12 +13,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from threading import Thread
 
-from launch.signals import die_with_parent
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, MoeserveError
+
+LAST_WORDS_SECONDS = 4.0  # the death of a rank is known and told within one
 
 
 class FrontEndProcess:
@@ -34,9 +36,10 @@ class FrontEndProcess:
         """Blocks until both sockets are bound. ConfigError if they cannot be (port taken, ...)."""
         settings_read, settings_write = os.pipe()
         news_read, news_write = os.pipe()
+        life_read, self._life = os.pipe()  # closed by our end, whatever that is
         command = [
             *python_command("launch.front_end"),
-            str(os.getpid()),
+            str(life_read),
             f"--config=/dev/fd/{settings_read}",
             f"--num-ranks={num_ranks}",
             f"--bind-host={bind_host}",
@@ -44,14 +47,14 @@ class FrontEndProcess:
         ]
         self._process = subprocess.Popen(
             command,
-            pass_fds=(settings_read, news_write),
+            pass_fds=(settings_read, news_write, life_read),
             stdin=subprocess.DEVNULL,
             # A signal to rank 0's process group is forwarded once, by rank 0.
             start_new_session=True,
             env=python_environment(),
         )
-        os.close(settings_read)
-        os.close(news_write)
+        for theirs in (settings_read, news_write, life_read):
+            os.close(theirs)
         with os.fdopen(settings_write, "w") as settings:
             settings.write(config.model_dump_json())
         self._news = os.fdopen(news_read)
@@ -117,11 +120,23 @@ def python_environment(**extra: str) -> dict[str, str]:
 
 
 def main() -> None:
-    # A signal and not the end: with rank 0 dead its streams still get an honest last word.
-    die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM)
+    life = int(sys.argv.pop(1))
+    Thread(target=_end_with_parent, args=(life,), name="parent-watch", daemon=True).start()
     from moeserve.frontend import main as front_end_main
 
     sys.exit(front_end_main())
+
+
+def _end_with_parent(life: int) -> None:
+    """Once rank 0 is gone: drain, so that streams get an honest last word, but not for long.
+
+    The kernel's parent-death signal would not do: it comes once for every thread of the parent,
+    and a second signal means haste.
+    """
+    os.read(life, 1)  # nobody writes: it returns when the other end is closed
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_WORDS_SECONDS)
+    os._exit(1)
 
 
 if __name__ == "__main__":

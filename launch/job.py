@@ -26,7 +26,7 @@ from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
 
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
-ORPHAN_SECONDS = 3.0  # what a front end without its rank 0 may take to end its streams
+ORPHAN_SECONDS = 5.0  # what a front end without its rank 0 may take to end its streams
 
 
 def run_job(

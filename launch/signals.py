@@ -70,15 +70,15 @@ class StopSignals:
                 self.now()
 
 
-def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when the one that started it is gone (Linux).
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when the one that started it is gone (Linux only).
 
     parent: the expected parent; if it is gone already, this process ends here.
     """
     if sys.platform != "linux":
         return
     expected = os.getppid() if parent is None else parent
-    _prctl(_PR_SET_PDEATHSIG, int(number))
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != expected:
         os._exit(1)
 
