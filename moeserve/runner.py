@@ -91,5 +91,4 @@ class ModelRunner:
             prompt[rows.request_id] = token_logprobs(part, rows.next_ids, tops)
         members = [plan.sequences[i] for i in plan.sampled]
         sampled = sampler.sample(logits[: batch.num_sampled], members)
-        failed = dict.fromkeys(sampled.broken, "the model's logits are not finite")
-        return StepResult(sampled.token_ids, sampled.logprobs, prompt, failed)
+        return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)

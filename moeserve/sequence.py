@@ -9,10 +9,8 @@ from __future__ import annotations
 import enum
 from hashlib import blake2b
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moeserve.cache import Lease
+from moeserve.penalties import Bias, SeenTokens
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 
 GREEDY_BELOW = 1e-5  # a temperature under it is greedy: dividing by less overflows fp32 logits
@@ -22,7 +20,7 @@ class SamplingNeeds(enum.IntFlag):
     """What a row asks of the sampler beyond argmax; a batch does the union, row by row."""
 
     NONE = 0
-    RANDOM = 1  # temperature > 0
+    RANDOM = 1  # temperature > 0 and more than one token to choose from
     TRUNCATED = 2  # top-k, top-p or min-p
     EDITED = 4  # penalties, bias or a token mask
     LOGPROBS = 8
@@ -35,6 +33,7 @@ class Sequence:
     __slots__ = (
         "aborted",
         "arrival_index",
+        "bias",
         "eos_ids",
         "finish_reason",
         "lease",
@@ -44,13 +43,12 @@ class Sequence:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "output_counts",
         "prompt_logprobs",
-        "prompt_unique",
         "request",
         "request_id",
         "sampling",
         "seed",
+        "seen",
         "stop_ids",
         "temperature",
         "tokens",
@@ -89,9 +87,9 @@ class Sequence:
         self.temperature = sampling.temperature
         self.needs = _needs(sampling)
         self.seed = _seed(request, engine_seed)
-        # Built when a penalty first asks for them.
-        self.prompt_unique: NDArray[np.int64] | None = None
-        self.output_counts: dict[int, int] | None = None
+        # Built when the sampler first asks for them.
+        self.seen: SeenTokens | None = None
+        self.bias: Bias | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -115,8 +113,8 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        if self.output_counts is not None:
-            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.seen is not None:
+            self.seen.add(token_id)
 
     def preempted(self) -> None:
         """Its blocks are gone: everything is to be computed again (less what is still cached)."""
@@ -129,7 +127,7 @@ class Sequence:
 
 def _needs(sampling: SamplingParams) -> int:
     needs = SamplingNeeds.NONE
-    if sampling.temperature >= GREEDY_BELOW:
+    if sampling.temperature >= GREEDY_BELOW and sampling.top_k != 1:
         needs |= SamplingNeeds.RANDOM
         if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             needs |= SamplingNeeds.TRUNCATED

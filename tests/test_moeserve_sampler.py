@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve import sampler
+from moeserve import draw
+from moeserve.draw import uniforms
 from moeserve.logprobs import token_logprobs
 from moeserve.request import Request, SamplingParams, TokenLogprob
-from moeserve.sampler import sample, sample_slowly, uniforms
+from moeserve.sampler import sample, sample_slowly
 from moeserve.sequence import Sequence
 
 EOS = frozenset({3, 5})
@@ -42,7 +43,7 @@ def logits_for(rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 def run(logits: Tensor, rows: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
     sampled = sample(logits, rows)
-    assert sampled.broken == ()
+    assert sampled.failed == {}
     return sampled.token_ids, sampled.logprobs
 
 
@@ -212,20 +213,76 @@ def test_broken_rows_are_found_and_spoil_no_others(params: dict[str, object]) ->
     logits[4, :10] = float("-inf")
     rows = [sequence(20, i, **params) for i in range(6)]
     sampled = sample(logits.clone(), rows)
-    assert sampled.broken == (1, 2, 3)
+    assert sorted(sampled.failed) == [1, 2, 3]
     for j in (0, 4, 5):
         assert sampled.token_ids[j] == sample_slowly(logits[j], rows[j])[0]
     assert sample(torch.zeros(0, 4), []).token_ids == []
 
 
-def test_few_candidates_are_enough_or_the_row_is_sorted_whole(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 1000])
+@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 6.0])
+def test_draws_are_the_twin_for_flat_and_steep_rows(
+    vocab: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vocab = 400
-    rows = [sequence(vocab, i, **menu) for i, menu in enumerate(MENU * 4)]
-    logits = logits_for(len(rows), vocab, seed=5)
-    monkeypatch.setattr(sampler, "DROPS", ())
-    whole = sample(logits.clone(), rows)
-    for drops in ((0.0,), (0.5, 1.0), (4.0, 10.0), (100.0,)):
-        monkeypatch.setattr(sampler, "DROPS", drops)
-        assert sample(logits.clone(), rows) == whole
+    cuts = [
+        {"top_p": p, "top_k": k, "min_p": m}
+        for p in (1e-9, 0.1, 0.5, 0.95, 1.0)
+        for k in (0, 2, 40)
+        for m in (0.0, 0.3)
+    ]
+    rows = [sequence(vocab, i, temperature=0.9, **cut) for i, cut in enumerate(cuts)]
+    logits = (
+        logits_for(len(rows), vocab, seed=vocab)[:, :vocab] if vocab > 1 else torch.zeros(30, 1)
+    )
+    logits = logits * scale / 3
+    for sparse in (draw.SPARSE, 1, 1 << 30):  # how what is left is kept
+        monkeypatch.setattr(draw, "SPARSE", sparse)
+        tokens = run(logits.clone(), rows)[0]
+        for j, row in enumerate(rows):
+            assert tokens[j] == sample_slowly(logits[j], row)[0], (j, row.sampling)
+
+
+def test_top_k_and_top_p_keep_no_more_than_they_say() -> None:
+    """Of equal logits too, where the lowest ids stand first."""
+    for params, most in (
+        ({"top_k": 5}, 5),
+        ({"top_p": 0.25}, 16),
+        ({"top_k": 32, "top_p": 0.25}, 8),
+        ({"top_k": 1}, 1),
+        ({"top_p": 1e-9}, 1),
+    ):
+        rows = [sequence(64, i, temperature=1.0, seed=i, **params) for i in range(600)]
+        tokens = run(torch.zeros(600, 64), rows)[0]
+        assert set(tokens) == set(range(most)), params
+
+
+def test_extreme_penalties_and_biases_leave_a_token_or_fail_alone() -> None:
+    ban = dict.fromkeys(range(20), -float("inf"))
+    menu: list[dict[str, object]] = [
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e-40, "top_p": 0.5},
+        {"repetition_penalty": 1e30, "top_k": 3},
+        {"logit_bias": ban},
+        {"logit_bias": ban, "top_p": 0.5, "logprobs": 1},
+        {"logit_bias": ban, "temperature": 0.0},
+        {"logit_bias": {k: v for k, v in ban.items() if k != 11}},
+        {"top_p": 0.5},
+    ]
+    rows = [sequence(20, i, **{"temperature": 0.01} | params) for i, params in enumerate(menu)]
+    sampled = sample(logits_for(8, 20), rows)
+    assert sorted(sampled.failed) == [3, 4, 5]
+    assert all("logit_bias" in reason for reason in sampled.failed.values())
+    assert sampled.token_ids[6] == 11
+    assert sampled.token_ids[7] == sample_slowly(logits_for(8, 20)[7], rows[7])[0]
+
+
+def test_penalties_follow_the_tokens_as_they_come() -> None:
+    """What is kept from step to step is what would be counted afresh."""
+    vocab = 40
+    params = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
+    row = sequence(vocab, 3, prompt=90, output=0, **params)
+    for step in range(200):
+        logits = logits_for(1, vocab, seed=step)
+        token = run(logits.clone(), [row])[0][0]
+        assert token == sample_slowly(logits[0], row)[0]
+        row.append(token)
