@@ -319,7 +319,7 @@ def _count(table: IntArray, experts: int) -> IntArray:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
-    """(head, table). OSError when the file cannot be read, PlacementError when it is no placement."""
+    """(head, table). OSError if the file cannot be read, PlacementError if it is no placement."""
     if path.suffix not in (".json", ".npz"):
         raise PlacementError(f"path={str(path)!r}: valid endings are .json and .npz")
     content = path.read_bytes()
