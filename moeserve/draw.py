@@ -111,11 +111,11 @@ def _pick(p: Floats, u: float) -> int:
         last = np.zeros(BLOCK, np.float32)
         last[: len(p) - whole] = p[whole:]
         sums = np.append(sums, np.add.reduce(last))
-    mass = np.cumsum(sums, dtype=np.float64)
+    mass = sums.cumsum(dtype=np.float64)
     target = u * mass[-1]
     block = _passed(mass, target)
     start = block * BLOCK
-    inside = np.cumsum(p[start : start + BLOCK], dtype=np.float64)
+    inside = p[start : start + BLOCK].cumsum(dtype=np.float64)
     return start + _passed(inside, target - (mass[block - 1] if block else 0.0))
 
 

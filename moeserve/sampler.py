@@ -40,7 +40,7 @@ from moeserve.request import TokenLogprob
 from moeserve.sequence import GREEDY_BELOW, SamplingNeeds, Sequence
 
 # Logits drawn from at once on a CPU: what lies in its cache. More only pays for page faults.
-CACHE_ELEMENTS = 1 << 15
+CACHE_ELEMENTS = 1 << 18
 MOST = 1e30  # of an edited logit: what penalties make larger would overflow over a temperature
 
 
