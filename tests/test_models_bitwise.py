@@ -112,3 +112,41 @@ def test_drafts_do_not_depend_on_chunks_or_company(load: Any) -> None:
         following_rows = {s: other[:1] if s else following[begin:end] for s in chunk}
         got.append(runner.draft(chunk, following_rows).logits[0])
     assert torch.equal(torch.cat(got), expected)
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_released_routing_over_a_long_context_with_any_number_of_threads(
+    dtype: torch.dtype, threads: Any, tmp_path: Path
+) -> None:
+    """256 experts in 8 groups, top 8 as released, and more positions than one tile of anything."""
+    try:
+        kernels = create_kernels("native").kernels
+    except KernelsUnavailable as error:
+        pytest.skip(str(error).splitlines()[0])
+    config = family_config(
+        "v3", num_hidden_layers=2, n_routed_experts=256, n_group=8, topk_group=4,
+        num_experts_per_tok=8, moe_intermediate_size=32, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    write_random_checkpoint(tmp_path, config, dtype=torch.float32, tokenizer=False)
+    model = load_model(
+        tmp_path,
+        dtype=dtype,
+        kernels=kernels,
+        group=SINGLE,
+        dispatcher_factory=lambda config: LocalDispatcher(SINGLE, config),
+    )
+    prompt = tokens(1050)
+    threads(1)
+    expected = OfflineRunner(model, num_blocks=70).step({0: prompt}).logits[0]
+    for count, size, block_size in ((2, 333, 4), (3, 1050, 16), (5, 64, 1)):
+        threads(count)
+        runner = OfflineRunner(model, num_blocks=1120 // block_size, block_size=block_size)
+        got = chunked(runner, 0, prompt, size)
+        assert torch.equal(got, expected), f"{count} threads, chunks of {size}"
