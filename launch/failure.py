@@ -32,6 +32,8 @@ _PEER_TEXTS = (
     "recvValue failed",
     "sendBytes failed",
 )
+# Errors of the inner packages that mean wrong settings or files.
+_BAD_INPUT = ("ConfigError", "UnsupportedModel", "CheckpointError", "PlacementError")
 _OUR_PACKAGES = ("launch", "moeserve", "models", "dispatch", "ep")
 
 
@@ -82,7 +84,7 @@ def exit_code_of(error: BaseException) -> int:
         return LOST_PEER
     if isinstance(error, MoeserveError):
         return error.exit_code
-    return 2 if type(error).__name__ in ("ConfigError", "UnsupportedModel") else 1
+    return 2 if type(error).__name__ in _BAD_INPUT else 1
 
 
 def write(path: Path | None, error: BaseException) -> None:

@@ -23,6 +23,7 @@ from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError, UnsupportedModel
 from models.deepseek.errors import ConfigError as ModelConfigError
 from models.deepseek.kernels.select import KernelChoice, create_kernels
+from models.deepseek.safetensors_index import SafetensorsIndex
 from moeserve.config import ServeConfig
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
@@ -117,9 +118,10 @@ def _dtype(
 ) -> torch.dtype:
     if config.model.dtype != "auto":
         return _DTYPES[config.model.dtype]
-    source = json.loads((folder / "config.json").read_text())
-    source = source.get("text_config", source)
-    named = str(source.get("torch_dtype") or source.get("dtype") or "bfloat16")
+    outer = json.loads((folder / "config.json").read_text())
+    inner = outer.get("text_config") or {}
+    places = [source.get(key) for source in (inner, outer) for key in ("torch_dtype", "dtype")]
+    named = str(next(filter(None, places), "bfloat16"))
     full = model.quantization is None and named == "float32"
     chosen = torch.float32 if full else torch.bfloat16
     stored = "FP8 blocks" if model.quantization is not None else named
@@ -208,10 +210,12 @@ def _check_dispatch(
 
 def checkpoint_fingerprint(folder: Path) -> str:
     """A hash of the config, the names and sizes of weight files and their headers: enough to see
-    that two hosts serve different checkpoints, without reading weights."""
+    that two hosts serve different checkpoints, without reading weights. Only files that are loaded
+    count: what else lies in the folder is nobody's business."""
     digest = blake2b(digest_size=12)
     digest.update((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for name in SafetensorsIndex.open(folder).files:
+        path = folder / name
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -234,7 +238,8 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
     return flat | {
         "checkpoint": start.fingerprint,
         "placement": start.placement.fingerprint,
-        "kernels": start.kernels.kernels.name,
+        # Another instruction set sums in another order: law 5 would not hold between such hosts.
+        "kernels": start.kernels.reason if config.engine.deterministic else "any",
         "dtype": str(start.dtype),
         "torch": torch.__version__,
     }

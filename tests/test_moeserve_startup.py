@@ -107,10 +107,32 @@ def test_auto_becomes_a_value_and_is_noted(random_checkpoint: Path) -> None:
     assert given.placement.num_layers == made.placement.num_layers - 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_config": None, "torch_dtype": "float32"},
+        {"text_config": None, "torch_dtype": None, "dtype": "float32"},
+    ],
+)
+def test_dtype_is_found_wherever_it_stands(
+    random_checkpoint: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(random_checkpoint, folder)
+    named = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(named))
+    assert prepare(config(folder), SINGLE).dtype is torch.float32
+
+
 def test_fingerprints_tell_checkpoints_apart(random_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(random_checkpoint, folder)
     assert checkpoint_fingerprint(folder) == checkpoint_fingerprint(random_checkpoint)
+    (folder / "zz.safetensors").symlink_to("nowhere")  # beside an index: not read
+    if (folder / "model.safetensors.index.json").exists():
+        assert checkpoint_fingerprint(folder) == checkpoint_fingerprint(random_checkpoint)
+        assert prepare(config(folder), SINGLE).fingerprint == checkpoint_fingerprint(folder)
+    (folder / "zz.safetensors").unlink()
     other = json.loads((folder / "config.json").read_text()) | {"rope_theta": 123}
     (folder / "config.json").write_text(json.dumps(other))
     assert checkpoint_fingerprint(folder) != checkpoint_fingerprint(random_checkpoint)
