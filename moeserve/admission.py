@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from moeserve.errors import InvalidRequest
 from moeserve.request import Request, SamplingParams
 
@@ -35,6 +37,25 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int | Non
     check_sampling(sampling)
 
 
+INT64 = 2**63
+BIAS = 100.0
+
+
+def typed_sampling(sampling: SamplingParams) -> SamplingParams:
+    """The same with every field of its declared type (lists become tuples); InvalidRequest names
+    one that is not. Python callers may have put anything in; the wire would refuse it later."""
+    given = {name: getattr(sampling, name) for name in SamplingParams.__struct_fields__}
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(given[name], str | int):  # one alone; else each letter would be a stop string
+            given[name] = (given[name],)
+    try:
+        return msgspec.convert(given, SamplingParams, strict=True)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").partition("[")[0]
+        raise InvalidRequest(name or "sampling", given.get(name), text) from None
+
+
 def check_sampling(sampling: SamplingParams) -> None:
     s = sampling
     checks: tuple[tuple[str, float | int | None, bool, str], ...] = (
@@ -43,9 +64,20 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("top_p", s.top_p, 0 < s.top_p <= 1, "must lie in (0, 1]"),
         ("min_p", s.min_p, 0 <= s.min_p <= 1, "must lie in [0, 1]"),
         ("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0, "must be above 0"),
-        ("presence_penalty", s.presence_penalty, True, ""),
-        ("frequency_penalty", s.frequency_penalty, True, ""),
-        ("max_tokens", s.max_tokens, s.max_tokens >= 0, "must be at least 0"),
+        (
+            "presence_penalty",
+            s.presence_penalty,
+            abs(s.presence_penalty) <= 2,
+            "must lie in [-2, 2]",
+        ),
+        (
+            "frequency_penalty",
+            s.frequency_penalty,
+            abs(s.frequency_penalty) <= 2,
+            "must lie in [-2, 2]",
+        ),
+        ("max_tokens", s.max_tokens, 0 <= s.max_tokens < INT64, "must be at least 0, below 2**63"),
+        ("seed", s.seed, s.seed is None or -INT64 <= s.seed < 2 * INT64, "must have 64 bits"),
         ("min_tokens", s.min_tokens, s.min_tokens >= 0, "must be at least 0"),
         ("logprobs", s.logprobs, s.logprobs is None or s.logprobs >= 0, "must be at least 0"),
         (
@@ -65,5 +97,7 @@ def check_sampling(sampling: SamplingParams) -> None:
             "min_tokens", s.min_tokens, f"must not exceed max_tokens={s.max_tokens}"
         )
     for bias in s.logit_bias.values():
-        if math.isnan(bias) or bias == math.inf:
-            raise InvalidRequest("logit_bias", bias, "must be a finite number or -inf")
+        if not (-BIAS <= bias <= BIAS or bias == -math.inf):
+            raise InvalidRequest("logit_bias", bias, "must lie in [-100, 100] or be -inf")
+    if not all(s.stop):
+        raise InvalidRequest("stop", s.stop, "stop strings must not be empty")

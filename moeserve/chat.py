@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,6 +23,10 @@ from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+# Variables of a template that come from other fields of a request.
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 class _GenerationTag(Extension):
@@ -53,6 +58,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError([f"chat template: not valid jinja2: {error}"]) from None
         self.uses_tools = "tools" in (tool_use or self.source)
+        found = [environment.parse(text) for text in {self.source, tool_use or self.source}]
+        names = set[str]().union(*map(jinja2.meta.find_undeclared_variables, found))
+        # What a caller may set: names that the template reads and nobody else fills in.
+        self.variables = names - _OURS - environment.globals.keys() - special_tokens.keys()
         self.uses_reasoning = "</think>" in self.source
 
     def render(
@@ -68,6 +77,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 "tools", f"[{len(tools)} tools]", "the chat template of this model knows no tools"
             )
+        for name, value in (variables or {}).items():
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}",
+                    _short(value),
+                    f"the chat template of this model has no such variable; it reads: {known}",
+                )
         template = self._tool_use if tools else self._default
         values: dict[str, Any] = {**self._special_tokens, **(variables or {})}
         values |= {

@@ -172,13 +172,14 @@ class EngineClient:
         finally:
             stream.abort()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests; their ranks free the blocks at the next step. Unknown ids are ignored."""
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Drop requests; their ranks free the blocks at the next step. Unknown ids are ignored.
+        reason: how they count."""
         by_rank: dict[int, list[str]] = {}
         for request_id in request_ids:
             flight = self._flights.get(request_id)
             if flight is not None:
-                flight.finish_reason = FinishReason.ABORT
+                flight.finish_reason = reason
                 by_rank.setdefault(flight.rank, []).append(request_id)
                 self._retire(flight)
         for rank, ids in by_rank.items():

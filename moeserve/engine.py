@@ -195,7 +195,7 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             num_used_blocks=cache.pool.num_used - cache.tree.num_idle,
-            num_cached_blocks=len(cache.tree),
+            num_cached_blocks=cache.tree.num_idle,
             num_free_blocks=cache.num_available,
             num_wasted_slots=scheduler.num_wasted_slots,
             prompt_tokens=counters.prompt_tokens,

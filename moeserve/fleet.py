@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeserve import wire
 
 # A rank that loses a peer reports so, often before the peer's own end is noticed.
@@ -56,7 +59,7 @@ class Fleet:
 
     num_ranks: int
     ranks: list[RankState] = field(default_factory=list)
-    expert_load: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    expert_load: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by rank, [L, E]
     losses: list[tuple[int, str, bool]] = field(default_factory=list)  # rank, reason, by itself
 
     def __post_init__(self) -> None:
@@ -77,7 +80,8 @@ class Fleet:
                 state.stats = message
                 state.progress = max(state.progress, now - message.lockstep_age)
                 if message.expert_load:
-                    self.expert_load[rank] = (message.expert_shape, message.expert_load)
+                    load = np.array(message.expert_load, np.int64)
+                    self.expert_load[rank] = load.reshape(message.expert_shape)
             case wire.Outputs():
                 state.progress = now
             case wire.Stopped():
@@ -129,14 +133,7 @@ class Fleet:
         assert self.ranks[0].ready is not None
         return self.ranks[0].ready.block_size
 
-    def expert_totals(self) -> list[list[int]]:
-        """Tokens routed to each logical expert since start, summed over ranks: [L][E]."""
-        totals: list[list[int]] = []
-        for (layers, experts), flat in self.expert_load.values():
-            if not totals:
-                totals = [[0] * experts for _ in range(layers)]
-            for layer in range(min(layers, len(totals))):
-                row = totals[layer]
-                for expert in range(min(experts, len(row))):
-                    row[expert] += flat[layer * experts + expert]
-        return totals
+    def expert_totals(self) -> NDArray[np.int64]:
+        """Tokens routed to each logical expert since start, summed over ranks: [L, E]."""
+        loads = list(self.expert_load.values())
+        return np.sum(loads, axis=0) if loads else np.zeros((0, 0), np.int64)

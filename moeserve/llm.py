@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.admission import check_request
+from moeserve.admission import check_request, typed_sampling
 from moeserve.config import ServeConfig
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
@@ -95,21 +95,22 @@ class LLM:
                 raise InvalidRequest(
                     "sampling", f"{len(each)} entries", f"one, or one a prompt ({len(listed)})"
                 )
-        if n < 1:
-            raise InvalidRequest("n", n, "must be at least 1")
+        if not isinstance(n, int) or n < 1:
+            raise InvalidRequest("n", n, "must be an integer, at least 1")
+        each = [_typed(params) for params in each]
         runs = [
             self._open(prompt, _numbered(params, i))
             for prompt, params in zip(listed, each, strict=True)
             for i in range(n)
         ]
-        by_id = {run.request.request_id: run for run in runs}
+        by_id = {run.request.request_id: (i, run) for i, run in enumerate(runs)}
 
         def deliver(output: TokenOutput) -> bool:
-            run = by_id[output.request_id]
+            index, run = by_id[output.request_id]
             told = len(run.output.text)
             more = run.take(output)
             if on_text is not None and len(run.output.text) > told:
-                on_text(runs.index(run), run.output.text[told:])
+                on_text(index, run.output.text[told:])
             return more
 
         self._backend.run([run.request for run in runs], deliver)
@@ -146,7 +147,7 @@ class LLM:
                 raise self._no_tokenizer
             ids = self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
-            ids = list(prompt)
+            ids = _ids(prompt)
         request = Request(
             request_id=f"llm-{next(self._names)}",
             prompt_token_ids=tuple(ids),
@@ -238,10 +239,30 @@ def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> Se
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest("prompts", prompts, "a text, token ids, or a list of such")
+    items: list[Any] = [_plain(x) for x in prompts]
     if items and all(isinstance(x, int) for x in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and their numbers as Python has them."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _ids(prompt: Any) -> list[int]:
+    ids = [_plain(x) for x in prompt] if isinstance(prompt, Iterable) else [prompt]
+    if not all(type(x) is int for x in ids):
+        raise InvalidRequest("prompts", prompt, "a text or integer token ids")
+    return ids
+
+
+def _typed(sampling: Any) -> SamplingParams:
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling", sampling, "SamplingParams")
+    return typed_sampling(sampling)
 
 
 def _numbered(sampling: SamplingParams, i: int) -> SamplingParams:

@@ -23,7 +23,7 @@ from ep.group import EPGroup
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, EngineFailed, MoeserveError, RankDied
-from moeserve.request import Request, TokenOutput
+from moeserve.request import FinishReason, Request, TokenOutput
 
 Deliver = Callable[[TokenOutput], bool]
 STOP_SECONDS = 10.0
@@ -178,7 +178,7 @@ class RanksBackend:
             while outputs := await stream.get():
                 for output in outputs:
                     if not deliver(output) and output.finish_reason is None:
-                        stream.abort(output.request_id)
+                        stream.abort(output.request_id, FinishReason.STOP)
         finally:
             stream.abort()
         if self._client.failed is not None:

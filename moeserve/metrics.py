@@ -117,7 +117,9 @@ class _FleetCollector(Collector):
             value=cached / prompt if prompt else 0.0,
         )
         blocks = GaugeMetricFamily(
-            "moeserve_kv_blocks", "KV blocks by state", labels=["rank", "state"]
+            "moeserve_kv_blocks",
+            "KV blocks: used (by sequences), free (the others), cached (of the free: prefix cache)",
+            labels=["rank", "state"],
         )
         for rank, state in states:
             assert state.stats is not None
@@ -173,7 +175,6 @@ class _FleetCollector(Collector):
 
 def _balance(client: EngineClient) -> float:
     """Load of the busiest logical expert over the mean one, mean over layers; 0 before any load."""
-    rows = [row for row in client.fleet.expert_totals() if sum(row)]
-    if not rows:
-        return 0.0
-    return sum(max(row) * len(row) / sum(row) for row in rows) / len(rows)
+    totals = client.fleet.expert_totals()
+    totals = totals[totals.sum(axis=1) > 0]
+    return float((totals.max(axis=1) / totals.mean(axis=1)).mean()) if len(totals) else 0.0

@@ -32,7 +32,7 @@ from moeserve.request import FinishReason, TokenOutput
 
 IDLE_WAIT = 0.02  # seconds between locksteps when no rank has work; a message ends the wait
 ALONE_WAIT = 0.5  # the same for a single rank, which nobody waits for
-STATS_EVERY = 1.0  # seconds
+STATS_EVERY = 1.0  # seconds at most
 LOAD_EVERY = 5.0  # seconds between reports of expert load (they are longer)
 PROGRESS_EVERY = 0.2
 LAST_WORDS = 2000  # milliseconds to deliver what was said before the end
@@ -64,7 +64,7 @@ def run_rank(
                     info=engine.info,
                 )
             )
-            RankLoop(engine, line).run()
+            RankLoop(engine, line, config.engine.lockstep_timeout).run()
             line.send(wire.Stopped(group.rank))
             engine.close()
         except BaseException as error:
@@ -126,17 +126,19 @@ class RankSocket:
 class RankLoop:
     """receive -> engine.step -> send, until the engine says that all ranks stopped."""
 
-    def __init__(self, engine: Engine, line: RankSocket) -> None:
+    def __init__(self, engine: Engine, line: RankSocket, lockstep_timeout: float = 60.0) -> None:
+        """lockstep_timeout: what the front end calls a stall; it must hear from us more often."""
         self._engine, self._line = engine, line
         self._rank = engine.group.rank
         self._refused: list[TokenOutput] = []
+        self._stats_every = min(STATS_EVERY, lockstep_timeout / 4)
         self._next_stats = 0.0
         self._next_load = 0.0
         self._was_idle = True
 
     def run(self) -> None:
         engine = self._engine
-        pause = ALONE_WAIT if engine.group.size == 1 else IDLE_WAIT
+        pause = min(ALONE_WAIT if engine.group.size == 1 else IDLE_WAIT, self._stats_every)
         while not engine.stopped:
             wait = pause if engine.idle and not engine.has_work else 0.0
             for message in self._line.receive(wait):
@@ -187,7 +189,7 @@ class RankLoop:
         if now >= self._next_stats or fell_idle:
             with_load = now >= self._next_load or fell_idle
             self._line.send(self._engine.stats(with_load))
-            self._next_stats = now + STATS_EVERY
+            self._next_stats = now + self._stats_every
             if with_load:
                 self._next_load = now + LOAD_EVERY
 

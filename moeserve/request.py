@@ -21,10 +21,10 @@ class FinishReason(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen. Off-values: top_k=0, top_p=1, min_p=0, penalties 1/0/0.
 
-    temperature 0 is greedy (ties to the lowest id). seed: same seed, same tokens, whatever else
-    runs; None draws one. logprobs: number of alternatives to report per token (None: none, 0: the
-    chosen token only). prompt_logprobs: the same for prompt tokens. stop strings are matched on
-    text by the front end; stop_token_ids here.
+    temperature 0 is greedy (ties to the lowest id), and so is top_k=1. seed: same seed, same
+    tokens, whatever else runs; None draws one. logprobs: number of alternatives to report per token
+    (None: none, 0: the chosen token only). prompt_logprobs: the same for prompt tokens. stop
+    strings are matched on text by the front end; stop_token_ids here.
     """
 
     temperature: float = 1.0

@@ -32,7 +32,9 @@ class Flight:
 class OutputStream:
     """What comes back for one or several requests sent together, in order of arrival."""
 
-    def __init__(self, requests: Sequence[Request], abort: Callable[[Iterable[str]], None]) -> None:
+    def __init__(
+        self, requests: Sequence[Request], abort: Callable[[Iterable[str], FinishReason], None]
+    ) -> None:
         self._abort = abort
         self._open = {r.request_id for r in requests}
         self._pending: deque[TokenOutput] = deque()
@@ -55,9 +57,12 @@ class OutputStream:
         self._pending.clear()
         return outputs
 
-    def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all that still run. What was sent before can still be read."""
+    def abort(
+        self, request_id: str | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """Stop one request, or all that still run. What was sent before can still be read. reason:
+        STOP where the answer is whole (a stop string was found)."""
         ids = self._open & {request_id} if request_id is not None else set(self._open)
         self._open -= ids
-        self._abort(ids)
+        self._abort(ids, reason)
         self._wakeup.set()

@@ -99,9 +99,9 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     step: int
     num_waiting: int
     num_running: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_free_blocks: int
+    num_used_blocks: int  # held by running sequences
+    num_cached_blocks: int  # of the prefix cache, held by none
+    num_free_blocks: int  # that can be had now: empty or only cached
     num_wasted_slots: int  # unfilled slots in the last blocks of running sequences
     prompt_tokens: int
     computed_prompt_tokens: int

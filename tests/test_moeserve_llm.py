@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,47 @@ def test_what_cannot_be_served_is_said_before_anything_runs(llm: LLM) -> None:
         assert caught.value.field == field
     assert llm.stats()[0].step == steps
     assert len(llm.generate("fine", GREEDY)[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"stop": (5,)}, "stop"),
+        ({"stop": ("a", "")}, "stop"),
+        ({"stop_token_ids": ("x",)}, "stop_token_ids"),
+        ({"seed": 2**70}, "seed"),
+        ({"logit_bias": {1: 1e300}}, "logit_bias"),
+        ({"presence_penalty": 1e300}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+    ],
+)
+def test_sampling_that_python_lets_through_is_refused_by_name(
+    llm: LLM, params: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate("first", SamplingParams(**params))
+    assert caught.value.field == field
+
+
+def test_prompts_of_the_wrong_kind(llm: LLM) -> None:
+    for prompts in (5, None, [["a"]], [[1.5]], [None], [[True]], [3, True]):
+        with pytest.raises(InvalidRequest, match="prompts"):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="sampling"):
+        llm.generate("first", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_other_integers_lists_and_one_stop_string_are_fine(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    (plain,) = llm.generate(ids, GREEDY)
+    assert llm.generate(np.array(ids), GREEDY)[0].token_ids == plain.token_ids
+    assert llm.generate(torch.tensor([ids]), GREEDY)[0].token_ids == plain.token_ids
+    stop = plain.text[len(plain.text) // 2 :]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)  # type: ignore[arg-type]
+    assert llm.generate(ids, params)[0].text == plain.text.removesuffix(stop)
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

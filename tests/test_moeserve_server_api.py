@@ -234,10 +234,41 @@ def test_chat_stream_with_the_openai_client(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 8
 
 
+def test_max_tokens_that_nobody_asked_for_gives_way(http: httpx.Client, job: Rehearsal) -> None:
+    limit = job.service.client.fleet.max_model_len()
+    for room in (1, 7, 16, 40):
+        ids = [5] * (limit - room)
+        answer = http.post("/v1/completions", json={"prompt": [ids, [5]]})
+        assert answer.status_code == 200, answer.text
+        sent = [x.request for rank in job.ranks for x in rank.of_kind(wire.Submit)]
+        assert sent[-1].sampling.max_tokens == min(16, room)
+    asked = {"prompt": [5] * (limit - 7), "max_tokens": 16}
+    assert http.post("/v1/completions", json=asked).status_code == 400
+    assert http.post("/v1/completions", json={"prompt": [5] * limit}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"thinkin": True}}, "chat_template_kwargs.thinkin"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+def test_template_variables_that_nobody_reads(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1} | body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
 def test_n_choices_with_a_seed_get_seeds_of_their_own(http: httpx.Client, job: Rehearsal) -> None:
     http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 1, "n": 3, "seed": 40})
     sent = [x.request for rank in job.ranks for x in rank.of_kind(wire.Submit)]
     assert {x.sampling.seed for x in sent} >= {40, 41, 42}
+    http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "n": 2, "seed": -1})
+    sent = [x.request for rank in job.ranks for x in rank.of_kind(wire.Submit)]
+    assert {x.sampling.seed for x in sent} >= {-1, 0}  # as the offline API counts
 
 
 @pytest.mark.parametrize("stream", [False, True])

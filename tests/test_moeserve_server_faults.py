@@ -237,6 +237,21 @@ def _endless(request: Request) -> Iterator[TokenOutput]:
         yield output(request, (300,), None)
 
 
+def test_a_client_that_leaves_amid_its_body_is_no_fault_of_ours(
+    job: Rehearsal, http: httpx.Client
+) -> None:
+    def errors() -> str:
+        return "".join(x for x in http.get("/metrics").text.splitlines() if "http_errors" in x)
+
+    before = errors()
+    host, port = job.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    assert http.get("/health").status_code == 200  # served after those were noticed
+    assert errors() == before
+
+
 def test_stop_string_ends_the_engines_request(job: Rehearsal, http: httpx.Client) -> None:
     def endless_echo(request: Request) -> Iterator[TokenOutput]:
         while True:
@@ -246,10 +261,12 @@ def test_stop_string_ends_the_engines_request(job: Rehearsal, http: httpx.Client
     rank = job.ranks[0]
     rank.received.clear()
     rank.script = endless_echo
+    stops = job.service.metrics.requests.labels("stop")._value.get()
     body = {"prompt": "the fox", "max_tokens": 400, "stop": "foxthe"}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["text"] == "the " and choice["finish_reason"] == "stop"
     wait_for(lambda: bool(rank.of_kind(wire.Abort)) and not rank.running)
+    assert job.service.metrics.requests.labels("stop")._value.get() == stops + 1
     rank.script = echo
 
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -213,6 +214,9 @@ def _add_error_answers(app: FastAPI, service: Service) -> None:
             error_answer(413, str(error), code="body_too_large", headers={"connection": "close"})
         )
 
+    async def left(request: HttpRequest, error: Exception) -> Response:
+        return Response(status_code=499)  # amid its own body; nobody is there to read it
+
     async def http(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
@@ -226,6 +230,7 @@ def _add_error_answers(app: FastAPI, service: Service) -> None:
     handlers: dict[type[Exception], Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
         MoeserveError: typed,
         BodyTooLarge: too_large,
+        ClientDisconnect: left,
         HTTPException: http,
         RequestValidationError: unexpected,
         Exception: unexpected,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from moeserve.errors import EngineFailed
+from moeserve.request import FinishReason
 from moeserve.server.answer import Choice, Delta, TokenEntry
 from moeserve.server.service import Job
 from moeserve.streams import OutputStream
@@ -21,7 +22,7 @@ async def steps(job: Job, stream: OutputStream) -> AsyncIterator[list[tuple[Choi
                 continue
             delta = choice.push(output)
             if choice.finished and output.finish_reason is None:
-                stream.abort(output.request_id)
+                stream.abort(output.request_id, FinishReason.STOP)
             batch.append((choice, delta))
         yield batch
 

@@ -23,7 +23,7 @@ from moeserve.metrics import Metrics
 from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
 from moeserve.request import Request, SamplingParams
 from moeserve.server.answer import Choice
-from moeserve.server.fields import INT64, ChatBody, CompletionBody, GenerationFields
+from moeserve.server.fields import ChatBody, CompletionBody, GenerationFields
 from moeserve.tokenizer import Tokenizer
 
 
@@ -120,6 +120,7 @@ class Service:
 
     async def completion_job(self, body: CompletionBody) -> Job:
         body.check()
+        arrival = time.time()
         prompts = body.prompts()
         self.check_room(len(prompts) * body.n)
         prompt_ids: list[list[int]] = []
@@ -140,16 +141,26 @@ class Service:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         limit = self.client.fleet.max_model_len()
-        for ids in prompt_ids:
-            if len(ids) + sampling.max_tokens > limit:
-                raise ContextTooLong("prompt", len(ids), body.max_tokens, limit)
-        return self._job("cmpl-", body, prompt_ids, texts, sampling, None)
+        longest = max(map(len, prompt_ids))
+        if "max_tokens" not in body.model_fields_set and longest < limit:
+            # Nobody asked for this many: what has room is served. The engine ends at the limit.
+            sampling = replace(sampling, max_tokens=min(body.max_tokens, limit - longest))
+        if longest + sampling.max_tokens > limit:
+            raise ContextTooLong("prompt", longest, sampling.max_tokens, limit)
+        return self._job("cmpl-", body, arrival, prompt_ids, texts, sampling, None)
 
     async def chat_job(self, body: ChatBody) -> Job:
         body.check()
+        arrival = time.time()
         self.check_room(body.n)
         variables = dict(body.chat_template_kwargs)
         if body.reasoning_effort is not None:
+            if self.template is not None and "reasoning_effort" not in self.template.variables:
+                raise InvalidRequest(
+                    "reasoning_effort",
+                    body.reasoning_effort,
+                    "the chat template of this model does not read it; omit it",
+                )
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         tools = None if body.tool_choice == "none" else body.tools or None
         text = self.render(body.messages, tools, body.add_generation_prompt, variables)
@@ -165,7 +176,7 @@ class Service:
         opened: bool | None = None
         if self.template is not None and self.template.uses_reasoning:
             opened = prompt_opens_reasoning(text)
-        return self._job("chatcmpl-", body, [ids], [text], sampling, opened)
+        return self._job("chatcmpl-", body, arrival, [ids], [text], sampling, opened)
 
     def render(
         self,
@@ -220,7 +231,7 @@ class Service:
             presence_penalty=float(body.presence_penalty),
             frequency_penalty=float(body.frequency_penalty),
             logit_bias=bias,
-            seed=None if body.seed is None else body.seed % INT64,
+            seed=body.seed,
             max_tokens=max_tokens,
             min_tokens=body.min_tokens,
             stop=body.stops(),
@@ -234,6 +245,7 @@ class Service:
         self,
         prefix: str,
         body: GenerationFields,
+        arrival: float,
         prompt_ids: list[list[int]],
         texts: list[str | None],
         sampling: SamplingParams,
@@ -241,19 +253,18 @@ class Service:
     ) -> Job:
         """opened: whether the prompt opens a reasoning part; None: reasoning is not split off."""
         job_id = prefix + uuid.uuid4().hex
-        now = time.time()
         requests: list[Request] = []
         choices: list[Choice] = []
         for ids in prompt_ids:
             for number in range(body.n):
                 own = sampling
                 if number and sampling.seed is not None:  # else n equal choices would come
-                    own = replace(sampling, seed=(sampling.seed + number) % INT64)
+                    own = replace(sampling, seed=sampling.seed + number)
                 request = Request(
                     request_id=f"{job_id}-{len(requests)}",
                     prompt_token_ids=tuple(ids),
                     sampling=own,
-                    arrival=now,
+                    arrival=arrival,
                     cache_salt=body.cache_salt,
                 )
                 check_request(
@@ -273,4 +284,4 @@ class Service:
                 )
                 requests.append(request)
                 choices.append(choice)
-        return Job(job_id, int(now), requests, choices, prompt_ids, texts, body.n)
+        return Job(job_id, int(arrival), requests, choices, prompt_ids, texts, body.n)

@@ -52,10 +52,10 @@ def experts(service: Service) -> dict[str, Any]:
     totals = fleet.expert_totals()
     stats = [x.stats for x in fleet.ranks if x.stats is not None]
     return {
-        "num_layers": len(totals),
-        "num_logical_experts": len(totals[0]) if totals else 0,
-        "totals": totals,
-        "max_over_mean": [max(r) * len(r) / sum(r) if sum(r) else 0.0 for r in totals],
+        "num_layers": totals.shape[0],
+        "num_logical_experts": totals.shape[1],
+        "totals": totals.tolist(),
+        "max_over_mean": [float(r.max() / r.mean()) if r.sum() else 0.0 for r in totals],
         "placement_generation": max((x.placement_generation for x in stats), default=0),
         "ranks": [{"rank": x.rank, "balance": x.rank_balance} for x in stats],
     }
