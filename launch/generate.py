@@ -47,6 +47,7 @@ def generate(given: Given, ask: Ask) -> None:
     env = RankEnv.alone()
     if config.parallel.ep == 1:
         use_threads(config.engine.threads, env)
+    from moeserve.admission import check_sampling
     from moeserve.llm import LLM
     from moeserve.request import SamplingParams
 
@@ -58,6 +59,7 @@ def generate(given: Given, ask: Ask) -> None:
         stop=ask.stop,
         ignore_eos=ask.ignore_eos,
     )
+    check_sampling(sampling)  # before anything is loaded
     checkpoint = config.model.checkpoint
     with LLM(checkpoint, ep=config.parallel.ep, **flat_settings(config)) as llm:
         asked = [_as_chat(llm, config, p) for p in prompts] if ask.chat else list(prompts)

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting's flag. switch: --x/--no-x; size: bytes, such as 512MiB or 2GiB."""
+    """One setting's flag. switch: --x/--no-x."""
 
     section: str
     field: str
     metavar: str
     help: str
     switch: bool = False
-    size: bool = False
 
     @property
     def option(self) -> str:
@@ -50,7 +49,7 @@ FLAGS = (
     Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
     Flag("parallel", "dispatch", "NAME", "How tokens travel (auto)"),
     Flag("cache", "block_size", "N", "Tokens a KV block (16)"),
-    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank", size=True),
+    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank"),
     Flag("cache", "kv_tokens", "N", "Tokens in the KV cache, a rank"),
     Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", switch=True),
     Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank (64)"),
@@ -69,7 +68,7 @@ FLAGS = (
     Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop (30)"),
     Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead (20)"),
     Flag("server", "api_key", "KEY", "Asked of clients as 'Authorization: Bearer KEY'"),
-    Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413 (32MiB)", size=True),
+    Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413 (32MiB)"),
     Flag("server", "log_level", "NAME", "debug, info, warning or error"),
 )
 
@@ -125,19 +124,6 @@ def checkpoint_problems(folder: Path) -> list[str]:
     return []
 
 
-def parse_size(text: str) -> int | str:
-    """'2GiB' -> bytes; what is no size comes back as it is, for the validation to name."""
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", start=1):
-        units |= {letter: 1024**power, f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
-    number = text.strip().lower().rstrip("kmgtib")
-    unit = text.strip().lower()[len(number) :]
-    try:
-        return round(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        return text
-
-
 def with_settings(
     sections: tuple[str, ...],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -151,8 +137,7 @@ def with_settings(
             for flag in flags:
                 value = arguments.pop(flag.field)
                 if value is not None:
-                    size = parse_size(value) if flag.size else value
-                    values.setdefault(flag.section, {})[flag.field] = size
+                    values.setdefault(flag.section, {})[flag.field] = value
             given = Given(arguments.pop("checkpoint"), arguments.pop("config"), values, sections)
             command(given=given, **arguments)
 

@@ -8,13 +8,32 @@ in `check_against_model`.
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from moeserve.errors import ConfigError
+
+
+def parse_size(value: object) -> object:
+    """Bytes from '2GiB', '512M' (both of 1024) or '1GB' (of 1000); what is no text stays."""
+    if not isinstance(value, str):
+        return value
+    units = {"": 1.0, "b": 1.0}
+    for power, letter in enumerate("kmgt", start=1):
+        units |= {letter: 1024.0**power, f"{letter}ib": 1024.0**power, f"{letter}b": 1e3**power}
+    text = value.strip().lower()
+    number = text.rstrip("kmgtib ")
+    try:
+        return round(float(number) * units[text[len(number) :].strip()])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError("must be bytes, such as 512MiB, 2GiB or 1073741824") from None
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class Section(BaseModel):
@@ -39,7 +58,7 @@ class ParallelSection(Section):
 
 class CacheSection(Section):
     block_size: int = Field(16, ge=1, le=1024)
-    kv_memory: int | None = Field(None, ge=1)  # bytes a rank
+    kv_memory: Size | None = Field(None, ge=1)  # bytes a rank
     kv_tokens: int | None = Field(None, ge=1)  # tokens a rank; default when both are None: auto
     prefix_cache: bool = True
 
@@ -48,7 +67,7 @@ class ScheduleSection(Section):
     max_num_sequences: int = Field(64, ge=1)  # running at once, a rank
     token_budget: int = Field(512, ge=1)  # tokens a step, a rank (prefill chunks + decode)
     chunk_size: int | None = Field(None, ge=1)  # most prefill tokens of one sequence in a step
-    max_model_len: int | None = Field(None, ge=1)  # default: the model's, bounded by the pool
+    max_model_len: int | None = Field(None, ge=2)  # default: the model's, bounded by the pool
 
 
 class EngineSection(Section):
@@ -65,7 +84,7 @@ class ServerSection(Section):
     drain_seconds: float = Field(30.0, ge=0)
     rank_timeout: float = Field(20.0, gt=1)  # seconds a rank's host may be silent before it is dead
     api_key: str | None = Field(None, min_length=1)  # asked of /v1 as "Authorization: Bearer ..."
-    max_body_bytes: int = Field(32 << 20, ge=1024)  # a larger HTTP body gets 413
+    max_body_bytes: Size = Field(32 << 20, ge=1024)  # a larger HTTP body gets 413
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -108,4 +127,32 @@ def _problem(root: type[BaseModel], error: Any) -> str:
         for name in error["loc"][:-1]:
             model = model.model_fields[str(name)].annotation  # type: ignore[assignment]
         return f"{path}={error['input']!r}: unknown setting; known: {', '.join(model.model_fields)}"
-    return f"{path}={error['input']!r}: {error['msg']}"
+    return f"{path}={error['input']!r}: {_valid(error)}"
+
+
+def _valid(error: Any) -> str:
+    """What would be valid, with the nearest value where there is one."""
+    limits: dict[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal":
+            return f"must be at least {limits['ge']}; nearest valid: {limits['ge']}"
+        case "less_than_equal":
+            return f"must be at most {limits['le']}; nearest valid: {limits['le']}"
+        case "greater_than":
+            return f"must be above {limits['gt']}"
+        case "literal_error":
+            names = limits["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+            close = difflib.get_close_matches(str(error["input"]), names, n=1)
+            nearest = f"; nearest: {close[0]}" if close else ""
+            return f"must be one of {', '.join(names)}{nearest}"
+        case "value_error":
+            return str(limits["error"])
+        case "model_type" | "model_attributes_type":
+            return "must be a table of settings"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "must be a whole number"
+        case "float_parsing" | "float_type":
+            return "must be a number"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+    return str(error["msg"])

@@ -22,6 +22,8 @@ class ConfigError(MoeserveError):
 class InvalidRequest(MoeserveError):
     """A request field cannot be served: HTTP 400. `field` and `value` name it."""
 
+    exit_code = 2
+
     def __init__(self, field: str, value: object, valid: str) -> None:
         self.field, self.value, self.valid = field, value, valid
         super().__init__(f"{field}={value!r} is not valid: {valid}")

@@ -81,11 +81,18 @@ def plan_cache(
     if max_model_len is None and num_blocks * block_size < wanted:
         length = num_blocks * block_size
         reason += f"; the model's {model_max_len} positions do not fit"
-    if num_blocks < -(-length // block_size) or length < 2:
+    if length < 2:
+        least = max(1, -(-2 // block_size))
+        raise CacheTooSmall(
+            f"{reason}: gives {num_blocks} blocks of {block_size}, but at least {least} "
+            f"({least * block_size} tokens, {least * block_size * bytes_per_token} bytes) must "
+            "hold a sequence: give more --kv-tokens or --kv-memory"
+        )
+    if num_blocks < -(-length // block_size):
         raise CacheTooSmall(
             f"{reason}: gives {num_blocks} blocks of {block_size} = {num_blocks * block_size} "
-            f"tokens, but one sequence of max_model_len={length} needs {max(length, 2)} tokens "
-            f"({-(-max(length, 2) // block_size) * block_size * bytes_per_token} bytes): give more "
+            f"tokens, but one sequence of max_model_len={length} needs {length} tokens "
+            f"({-(-length // block_size) * block_size * bytes_per_token} bytes): give more "
             f"--kv-tokens or --kv-memory, or a smaller --max-model-len"
         )
     return CachePlan(num_blocks, block_size, length, bytes_per_token, reason)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, InvalidRequest
 
 _LONG_TEXT = 8192  # characters; encoding more would hold the event loop for milliseconds
 
@@ -66,7 +66,15 @@ class Tokenizer:
         return {name: text for name in names if (text := self._special(name))}
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. add_special_tokens: as for a plain prompt, see the module; False: none."""
+        """Ids of a text. add_special_tokens: as for a plain prompt, see the module; False: none.
+        InvalidRequest for half a surrogate pair (what undecodable bytes of a command line become).
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                piece = text[error.start : error.start + 1]
+                raise InvalidRequest("prompt", piece, "text must be valid Unicode") from None
         add_bos = self.config.get("add_bos_token")
         if add_special_tokens and add_bos is None:
             return self.fast.encode(text, add_special_tokens=True).ids

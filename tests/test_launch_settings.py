@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.settings import FLAGS, OFFLINE, SERVING, Given, parse_size
+from launch.settings import FLAGS, OFFLINE, SERVING, Given
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
 
@@ -107,12 +107,3 @@ def test_files_named_by_settings_must_exist(folder, section, field):
 def test_checkpoint_without_config_json(tmp_path):
     assert any("holds no config.json" in line for line in problems(tmp_path))
     assert any("not given" in line for line in problems(None))
-
-
-@pytest.mark.parametrize(
-    "text, size",
-    [("7", 7), ("2GiB", 2 << 30), ("1.5kb", 1500), ("3 MiB", 3 << 20), ("4g", 4 << 30), ("5B", 5),
-     ("3GiX", "3GiX"), ("much", "much"), ("", ""), ("inf", "inf"), ("1e400gib", "1e400gib")],
-)  # fmt: skip
-def test_sizes(text, size):
-    assert parse_size(text) == size

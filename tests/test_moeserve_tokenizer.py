@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.server.rehearsal import write_tokenizer
 from moeserve.tokenizer import Tokenizer
 
@@ -38,6 +38,13 @@ def test_plain_prompts_get_bos_once_and_only_when_asked(folder: Path) -> None:
     assert without.encode("hello", add_special_tokens=True) == plain
     silent = change_config(folder, add_bos_token=None)  # the post-processor decides: it adds none
     assert silent.encode("hello", add_special_tokens=True) == plain
+
+
+def test_text_that_is_no_unicode_is_a_wrong_prompt(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(InvalidRequest, match="prompt=.*valid Unicode"):
+        tokenizer.encode("caf\udcff", add_special_tokens=True)
+    assert tokenizer.encode("caf\u00e9", add_special_tokens=False)
 
 
 def test_special_tokens_as_strings_or_objects(folder: Path) -> None:

@@ -1,0 +1,87 @@
+"""Settings: every problem at once, each with what would be valid; sizes with units."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError
+
+
+def problems(**sections: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        ServeConfig.load(None, sections)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "says"),
+    [
+        ("parallel", "ep", 0, "must be at least 1; nearest valid: 1"),
+        ("parallel", "ep", "2000", "must be at most 1024; nearest valid: 1024"),
+        ("parallel", "ep", "two", "must be a whole number"),
+        ("schedule", "token_budget", 2.5, "must be a whole number"),
+        ("schedule", "max_model_len", 1, "must be at least 2"),
+        ("engine", "lockstep_timeout", 0, "must be above 0"),
+        ("engine", "lockstep_timeout", "soon", "must be a number"),
+        ("cache", "prefix_cache", "maybe", "must be true or false"),
+        ("model", "dtype", "float23", "one of auto, float32, bfloat16; nearest: float32"),
+        ("model", "dtype", "q", "one of auto, float32, bfloat16"),
+        ("cache", "kv_memory", "3GiX", "must be bytes, such as 512MiB"),
+        ("cache", "kv_memory", "", "must be bytes"),
+        ("cache", "kv_memory", "inf", "must be bytes"),
+        ("cache", "kv_memory", "1e400gib", "must be bytes"),
+        ("cache", "kv_memory", "-1MiB", "must be at least 1"),
+        ("cache", "kv_memori", "1MiB", "unknown setting; known: block_size"),
+    ],
+)
+def test_each_problem_names_setting_value_and_what_is_valid(
+    section: str, field: str, value: object, says: str
+) -> None:
+    (line,) = problems(**{section: {field: value}})
+    assert line.startswith(f"{section}.{field}={value!r}: ") and says in line
+
+
+def test_all_problems_are_told_at_once() -> None:
+    found = problems(parallel={"ep": 0}, cache={"block_size": 0}, server={"port": -1})
+    assert [x.partition("=")[0] for x in found] == [
+        "parallel.ep",
+        "cache.block_size",
+        "server.port",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("7", 7),
+        ("2GiB", 2 << 30),
+        ("1.5kb", 1500),
+        ("3 MiB", 3 << 20),
+        ("512M", 512 << 20),
+        ("4g", 4 << 30),
+        ("5B", 5),
+    ],
+)
+def test_sizes_have_units_wherever_they_come_from(tmp_path: Path, text: str, size: int) -> None:
+    assert ServeConfig.load(None, {"cache": {"kv_memory": text}}).cache.kv_memory == size
+    toml = tmp_path / "settings.toml"
+    toml.write_text(f'[cache]\nkv_memory = "{text}"\n')
+    assert ServeConfig.load(toml, {}).cache.kv_memory == size
+
+
+def test_a_section_that_is_no_table_and_broken_files(tmp_path: Path) -> None:
+    toml = tmp_path / "settings.toml"
+    for text, says in (
+        ("cache = 5", "must be a table of settings"),
+        ("[cache", "not valid TOML"),
+        ("[nothing]\na = 1", "unknown setting; known: model"),
+    ):
+        toml.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            ServeConfig.load(toml, {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ServeConfig.load(tmp_path / "none.toml", {})
