@@ -197,6 +197,8 @@ class _TimedEngine:
             made = batch * prompt_length
         whole = {k: sum(parts[i].get(k, 0.0) for i in chosen) for k in self._seconds}
         forward = whole.pop("forward", 0.0)
+        inside = sum(seconds for part, seconds in whole.items() if part != "sampling")
+        whole["other"] = whole.get("other", 0.0) + max(forward - inside, 0.0)  # calling the model
         whole["host"] = max(seconds - forward - whole.get("sampling", 0.0), 0.0)
         return _Run(made / seconds, seconds / len(chosen), len(chosen), whole)
 
