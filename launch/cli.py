@@ -40,7 +40,7 @@ def serve(
 
 
 @app.command()
-@with_settings(OFFLINE)
+@with_settings(OFFLINE, without=("engine.lockstep_timeout",))
 def generate(
     given: Given,
     prompt: Annotated[list[str] | None, typer.Option(help="May be given several times")] = None,
@@ -91,7 +91,10 @@ def chat(
 
 
 @app.command()
-@with_settings(OFFLINE)
+@with_settings(
+    OFFLINE,
+    without=("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
+)
 def bench(
     given: Given,
     batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated")] = "1,8,32",

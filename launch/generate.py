@@ -43,6 +43,8 @@ def generate(given: Given, ask: Ask) -> None:
     if RankEnv.read(os.environ) is not None:
         raise ConfigError(["generate starts its own ranks (--ep): run it without torchrun"])
     config = given.resolve()
+    if config.model.chat_template is not None and not ask.chat:
+        raise ConfigError(["model.chat_template is used with --chat only"])
     prompts = read_prompts(ask)
     env = RankEnv.alone()
     if config.parallel.ep == 1:

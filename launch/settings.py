@@ -84,6 +84,7 @@ class Given:
     config: Path | None
     flags: dict[str, dict[str, Any]]
     sections: tuple[str, ...]
+    without: tuple[str, ...] = ()  # settings of these sections that the command does not use
 
     def resolve(self) -> ServeConfig:
         """Defaults, then the TOML file, then flags. ConfigError lists every problem."""
@@ -101,6 +102,10 @@ class Given:
             f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
             for section in sorted(config.model_fields_set - set(self.sections))
         ]
+        for name in self.without:
+            section, _, field = name.partition(".")
+            if field in getattr(config, section).model_fields_set:
+                problems.append(f"{name} is not used by this command")
         problems += checkpoint_problems(config.model.checkpoint)
         if config.cache.kv_memory is not None and config.cache.kv_tokens is not None:
             problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
@@ -126,9 +131,11 @@ def checkpoint_problems(folder: Path) -> list[str]:
 
 def with_settings(
     sections: tuple[str, ...],
+    without: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command CHECKPOINT, --config and the flags of `sections`, handed in as `given`."""
-    flags = [flag for flag in FLAGS if flag.section in sections]
+    """Give a command CHECKPOINT, --config and the flags of `sections`, handed in as `given`.
+    without: names such as engine.seed that the command has no use for."""
+    flags = [f for f in FLAGS if f.section in sections and f"{f.section}.{f.field}" not in without]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -138,7 +145,9 @@ def with_settings(
                 value = arguments.pop(flag.field)
                 if value is not None:
                     values.setdefault(flag.section, {})[flag.field] = value
-            given = Given(arguments.pop("checkpoint"), arguments.pop("config"), values, sections)
+            given = Given(
+                arguments.pop("checkpoint"), arguments.pop("config"), values, sections, without
+            )
             command(given=given, **arguments)
 
         own = [

@@ -105,7 +105,7 @@ class Fleet:
         if by_itself and BLAMES_A_PEER.search(reason):
             for other, why, said in self.losses[1:]:
                 if not said:
-                    return other, f"{why}; rank {rank} reported: {reason}"
+                    return other, f"{why}; rank {rank} reported: {reason.partition('. ')[0]}"
         return rank, reason
 
     @property

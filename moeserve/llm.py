@@ -221,6 +221,7 @@ def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> Se
             continue
         for name in info.annotation.model_fields:
             homes[name] = section
+    del homes["lockstep_timeout"]  # what /health makes of silence
     unknown = sorted(settings.keys() - homes.keys())
     if unknown:
         known = ", ".join(sorted(homes.keys() - {"checkpoint", "ep"}))

@@ -55,6 +55,15 @@ def test_flags_win_over_toml_over_defaults(folder):
     assert config.model.checkpoint == folder
 
 
+def test_settings_that_a_command_has_no_use_for(folder):
+    file = folder / "settings.toml"
+    file.write_text("[engine]\nseed = 3\nthreads = 1\n")
+    given = Given(folder, file, {}, SERVING, without=("engine.seed", "engine.lockstep_timeout"))
+    with pytest.raises(ConfigError) as caught:
+        given.resolve()
+    assert caught.value.problems == ["engine.seed is not used by this command"]
+
+
 def test_checkpoint_may_stand_in_the_toml_file(folder):
     file = folder / "s.toml"
     file.write_text(f"[model]\ncheckpoint = {str(folder)!r}\n")
