@@ -4,7 +4,8 @@ One rule covers prefill, chunks of it, decode and recomputing: num_computed_toke
 num_tokens. A step is `schedule() -> StepPlan`, the work elsewhere, `commit(plan, result)`; all on
 plain data, no tensors, no clock.
 
-Order: decodes, then started prefills, then new sequences, each first come first served. A sequence
+Order: decodes, then started prefills, then new sequences, each first come first served (but one
+that waits for a step to compute the blocks it shares with another holds up nobody). A sequence
 is admitted with a token of the budget that all running ones left over, so there are never more of
 them than the budget has tokens: no decode and not the oldest prefill is left without one. Where
 blocks run out, the last arrived sequence is preempted (its blocks go back, it is computed again
@@ -17,15 +18,18 @@ Knows nothing of ranks, models or sampling.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
 from moeserve.admission import check_request
-from moeserve.cache import BlockCache
+from moeserve.cache import BlockCache, Node
 from moeserve.errors import InvalidRequest
 from moeserve.plan import StepPlan, StepResult
 from moeserve.request import FinishReason, Request, TokenLogprob, TokenOutput
 from moeserve.sequence import Sequence
+
+LOOK_AHEAD = 16  # waiting sequences that a step looks at before it looks no further
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Scheduler:
         self.limits = limits
         self.counters = ScheduleCounters()
         self.running: list[Sequence] = []  # by arrival
-        self.waiting: deque[Sequence] = deque()  # by arrival, all later than the running ones
+        self.waiting: deque[Sequence] = deque()  # by arrival
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
@@ -157,15 +161,20 @@ class Scheduler:
                 count = min(remaining, chunk, budget, self._reach(sequence))
                 self._take(sequence, count, draft)
                 budget -= count
-        while self.waiting and budget > 0 and not preempted:
+        i = 0
+        while i < min(len(self.waiting), LOOK_AHEAD) and budget > 0 and not preempted:
             if len(running) >= self.limits.max_num_sequences:
                 break
-            if not self._admit(self.waiting[0], draft):
+            sequence = self.waiting[i]
+            matched = self._match(sequence)
+            if self._is_being_computed(sequence, len(matched), draft):
+                i += 1  # others need not wait for what only this one waits for
+                continue
+            if not self._admit(sequence, matched):
                 break
-            sequence = self.waiting.popleft()
-            running.append(sequence)
-            remaining = sequence.num_remaining_tokens
-            count = min(remaining, chunk, budget)
+            del self.waiting[i]
+            insort(running, sequence, key=_arrival)
+            count = min(sequence.num_remaining_tokens, chunk, budget)
             self._take(sequence, count, draft)
             budget -= count
 
@@ -241,16 +250,16 @@ class Scheduler:
         self.cache.grow(sequence.lease, sequence.num_computed_tokens + count)
         draft[sequence] = count
 
-    def _admit(self, sequence: Sequence, draft: dict[Sequence, int]) -> bool:
+    def _match(self, sequence: Sequence) -> list[Node]:
+        """Cached blocks that a waiting sequence may begin on."""
+        if sequence.wants_prompt_logprobs:
+            return []
+        return self.cache.match(sequence.tokens, sequence.request.cache_salt)
+
+    def _admit(self, sequence: Sequence, matched: list[Node]) -> bool:
         """Give a waiting sequence its lease, if the blocks of all it knows so far are at hand:
-        one admitted on less would be the first to be preempted. Not in a step which computes just
-        the block that it would have to begin with: the next step finds that in the tree."""
-        salt = sequence.request.cache_salt
-        use_prefix = not sequence.wants_prompt_logprobs
-        matched = self.cache.match(sequence.tokens, salt) if use_prefix else []
-        if use_prefix and self._is_being_computed(sequence, len(matched), draft):
-            return False
-        opened = self.cache.open(salt, len(sequence.tokens), matched)
+        one admitted on less would be the first to be preempted."""
+        opened = self.cache.open(sequence.request.cache_salt, len(sequence.tokens), matched)
         if opened is None:
             return False
         sequence.lease, cached = opened
@@ -264,9 +273,12 @@ class Scheduler:
     def _is_being_computed(
         self, sequence: Sequence, num_blocks: int, draft: dict[Sequence, int]
     ) -> bool:
-        """Whether another sequence completes the block after these `num_blocks` in this step."""
+        """Whether another sequence completes the block after these `num_blocks` in this step: then
+        the next step finds it in the tree."""
         end = (num_blocks + 1) * self.cache.block_size
         if not self.cache.prefix_cache or end >= len(sequence.tokens):
+            return False
+        if sequence.wants_prompt_logprobs:  # takes no hit
             return False
         wanted = sequence.tokens[:end]
         return any(
@@ -285,7 +297,8 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _requeue(self, preempted: list[Sequence]) -> None:
-        self.waiting.extendleft(preempted)  # last arrived first: ends up in order of arrival
+        if preempted:
+            self.waiting = deque(sorted([*preempted, *self.waiting], key=_arrival))
 
     def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> TokenOutput:
         """Append a chosen token and see whether it is the last."""
@@ -343,6 +356,10 @@ class Scheduler:
                 error=error,
             )
         )
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival_index
 
 
 def _end(sequence: Sequence, error: str) -> tuple[FinishReason, str | None]:

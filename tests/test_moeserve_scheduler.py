@@ -276,6 +276,41 @@ def test_equal_prompts_that_come_together_are_computed_once(budget: int, chunk: 
         assert computed < 5 * 30 / 2
 
 
+def test_who_waits_for_a_twin_holds_up_nobody_else() -> None:
+    """A long prompt comes in small chunks: its twin waits for it, a short one behind does not."""
+    scheduler, memory = make(rows=8, size=4, budget=64, chunk=4, blocks=99)
+    long = [i % VOCAB for i in range(40)]
+    for name in ("a", "b"):
+        scheduler.add(ask(name, long, 3))
+    scheduler.add(ask("c", [6, 5, 4], 3))
+    plan = scheduler.schedule()
+    assert [s.request_id for s in plan.sequences] == ["a", "c"]
+    scheduler.commit(plan, memory.run(plan))
+    assert [s.request_id for s in scheduler.waiting] == ["b"]
+    got: dict[str, list[int]] = finish(scheduler, memory)
+    assert got["a"] == got["b"] == expected(long, 3)
+    assert scheduler.counters.computed_prompt_tokens < 40 + 3 + 8
+
+
+def test_the_order_of_arrival_survives_overtaking_and_preemption() -> None:
+    scheduler, memory = make(rows=8, size=4, budget=64, chunk=4, blocks=13, length=48)
+    long = [i % VOCAB for i in range(24)]
+    for name in ("a", "b"):
+        scheduler.add(ask(name, long, 12))
+    for name in ("c", "d"):
+        scheduler.add(ask(name, [ord(name) % VOCAB] * 5, 20))
+    got: dict[str, list[int]] = {}
+    while scheduler.has_work:
+        for output in step(scheduler, memory):
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        for queue in (scheduler.running, scheduler.waiting):
+            arrivals = [s.arrival_index for s in queue]
+            assert arrivals == sorted(arrivals)
+    assert scheduler.counters.preemptions > 0
+    assert got["a"] == got["b"] == expected(long, 12)
+    assert got["c"] == expected([ord("c") % VOCAB] * 5, 20)
+
+
 def test_other_salts_do_not_wait_for_each_other() -> None:
     scheduler, _ = make(rows=8, budget=64)
     for salt in ("a", "b"):

@@ -3,6 +3,6 @@
 from moeserve.cache.block_cache import BlockCache, Lease
 from moeserve.cache.block_pool import BlockPool
 from moeserve.cache.block_table import BlockTable, BlockTables
-from moeserve.cache.prefix_tree import PrefixTree
+from moeserve.cache.prefix_tree import Node, PrefixTree
 
-__all__ = ["BlockCache", "BlockPool", "BlockTable", "BlockTables", "Lease", "PrefixTree"]
+__all__ = ["BlockCache", "BlockPool", "BlockTable", "BlockTables", "Lease", "Node", "PrefixTree"]
