@@ -4,9 +4,11 @@
 
 Both models live in this process. For each batch size the two sides decode the same number of
 steps from the same prompts in turn (theirs, ours, theirs, ...), so that a slow minute of a shared
-machine hits both; quoted are medians of a step and the median of the paired ratios. The limit of
-decode is the bytes that a step must read (weights touched, counted from our own routing) over the
-read bandwidth measured here; that of prefill is its FLOPs over the GEMM rate measured here.
+machine hits both; quoted are medians of a step and the median of the paired ratios. Tokens are
+random on both sides (ours are sampled at temperature 1, theirs drawn beforehand): greedy output of
+random weights repeats itself, and few experts would be read. The limit of decode is the bytes that
+a step must read (weights touched, counted from our own routing) over the read bandwidth measured
+here; that of prefill is its FLOPs over the GEMM rate measured here.
 The last line is one JSON object.
 """
 
@@ -65,7 +67,9 @@ class Ours:
     def start(self, prompts: list[list[int]], max_tokens: int) -> None:
         for ids in prompts:
             self._count += 1
-            sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            sampling = SamplingParams(
+                temperature=1.0, seed=self._count, max_tokens=max_tokens, ignore_eos=True
+            )
             self.engine.add_request(
                 Request(
                     request_id=f"r{self._count}", prompt_token_ids=tuple(ids), sampling=sampling
@@ -98,19 +102,24 @@ class Theirs:
             experts_implementation=experts,
             attn_implementation="sdpa",
         ).eval()
-        self.state: tuple[Any, torch.Tensor] | None = None
+        self.state: Any = None
+        self.batch = 0
+        self.vocab = self.model.config.vocab_size
+        self.random = torch.Generator().manual_seed(0)
 
     @torch.inference_mode()
     def start(self, prompts: list[list[int]]) -> None:
+        self.batch = len(prompts)
         out = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-        self.state = (out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True))
+        self.state = out.past_key_values
 
     @torch.inference_mode()
     def step(self) -> None:
         assert self.state is not None
-        cache, token = self.state
-        out = self.model(token, past_key_values=cache, use_cache=True)
-        self.state = (out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True))
+        tokens = torch.randint(3, self.vocab, (self.batch, 1), generator=self.random)
+        out = self.model(tokens, cache=self.state, use_cache=True)
+        out.logits[:, -1].argmax(-1)
+        self.state = out.past_key_values
 
     def decode(self, steps: int) -> list[float]:
         return [timed(self.step) for _ in range(steps)]
