@@ -49,7 +49,7 @@ FLAGS = (
     Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
     Flag("parallel", "dispatch", "NAME", "How tokens travel (auto)"),
     Flag("cache", "block_size", "N", "Tokens a KV block (16)"),
-    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank"),
+    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank, such as 512MiB or 2G"),
     Flag("cache", "kv_tokens", "N", "Tokens in the KV cache, a rank"),
     Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", switch=True),
     Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank (64)"),

@@ -116,8 +116,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = [s.lease for s in scheduler.running if s.lease is not None]
         assert len(held) == len(scheduler.running)
         assert all(s.lease is None for s in scheduler.waiting)
-        order = [s.arrival_index for s in [*scheduler.running, *scheduler.waiting]]
-        assert order == sorted(order)
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [s.arrival_index for s in queue]
+            assert order == sorted(order)
+        if not scheduler.cache.prefix_cache:  # else who waits for a twin is overtaken
+            order = [s.arrival_index for s in [*scheduler.running, *scheduler.waiting]]
+            assert order == sorted(order)
         own = sum(lease.table.ids.count(b) for lease in held for b in set(lease.table.ids))
         assert own == sum(len(lease.table.ids) for lease in held)
         owners = sum(scheduler.cache.pool.owners)
