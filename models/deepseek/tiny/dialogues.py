@@ -17,7 +17,7 @@ CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 OUTPUT, END_OUTPUT = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 
-DEFINE_TOOL = {
+DEFINE_TOOL: dict[str, object] = {
     "type": "object",
     "properties": {"word": {"type": "string"}},
     "required": ["word"],

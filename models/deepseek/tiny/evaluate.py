@@ -23,6 +23,7 @@ from torch import Tensor
 from .network import Network
 from .release import load
 
+SAMPLE = 90  # tokens a sample
 PROMPTS = (
     "<｜User｜>Define a house.<｜Assistant｜></think>",
     "<｜User｜>What does kindness mean?<｜Assistant｜><think>",
@@ -91,12 +92,11 @@ def generate(net: Network, ids: list[int], count: int, temperature: float, seed:
 
 
 @torch.no_grad()
-def agreement_on_own_text(net: Network, tokenizer: Tokenizer, count: int = 96) -> float:
-    """How often the MTP draft equals the main model's next token along greedy generations."""
+def agreement_on_own_text(net: Network, texts: list[tuple[list[int], list[int]]]) -> float:
+    """How often the MTP draft equals the next token, along (prompt ids, greedy new ids)."""
     same = total = 0
-    for prompt in PROMPTS:
-        ids = [0, *tokenizer.encode(prompt).ids]
-        whole = torch.tensor([ids + generate(net, ids, count, 0.0, 0)])
+    for ids, new in texts:
+        whole = torch.tensor([ids + new])
         main, mtp = net(whole[:, :-1], whole[:, 1:])
         assert mtp is not None
         drafts = (mtp[0] @ net.lm_head.t()).argmax(-1)[len(ids) - 1 : -1]
@@ -128,6 +128,8 @@ def figures(folder: Path, length: int) -> dict[str, Any]:
         }
     loads = {name: torch.tensor(row["load_share"]) for name, row in sources.items()}
     apart = {f"{a}-{b}": distance(loads[a], loads[b]) for a, b in combinations(loads, 2)}
+    prompts = [[0, *tokenizer.encode(prompt).ids] for prompt in PROMPTS]
+    greedy = [generate(net, ids, SAMPLE, 0.0, 0) for ids in prompts]
     mean = lambda key: sum(row[key] for row in sources.values()) / len(sources)  # noqa: E731
     mixed = torch.stack(list(loads.values())).mean(0).max(1).values * net.s.n_routed_experts
     return {
@@ -135,7 +137,9 @@ def figures(folder: Path, length: int) -> dict[str, Any]:
         "mean_loss": mean("loss"),
         "mean_bits_per_byte": mean("bits_per_byte"),
         "mtp_agreement": mean("mtp_agreement"),
-        "mtp_agreement_on_own_greedy_text": agreement_on_own_text(net, tokenizer),
+        "mtp_agreement_on_own_greedy_text": agreement_on_own_text(
+            net, list(zip(prompts, greedy, strict=True))
+        ),
         "load_max_over_mean_of_the_mixture": [round(float(v), 3) for v in mixed],
         "load_distance": apart,
         "load_distance_mean": sum(apart.values()) / len(apart),
@@ -143,17 +147,14 @@ def figures(folder: Path, length: int) -> dict[str, Any]:
         "samples": [
             {
                 "prompt": prompt,
-                "greedy": _text(net, tokenizer, prompt, 0.0),
-                "sampled": _text(net, tokenizer, prompt, 0.7),
+                "greedy": tokenizer.decode(new, skip_special_tokens=False),
+                "sampled": tokenizer.decode(
+                    generate(net, ids, SAMPLE, 0.7, 1), skip_special_tokens=False
+                ),
             }
-            for prompt in PROMPTS
+            for prompt, ids, new in zip(PROMPTS, prompts, greedy, strict=True)
         ],
     }
-
-
-def _text(net: Network, tokenizer: Tokenizer, prompt: str, temperature: float) -> str:
-    ids = [0, *tokenizer.encode(prompt).ids]
-    return tokenizer.decode(generate(net, ids, 90, temperature, 1), skip_special_tokens=False)
 
 
 def picture(found: dict[str, Any], path: Path) -> None:
@@ -172,8 +173,8 @@ def picture(found: dict[str, Any], path: Path) -> None:
         axis.set_yticks(range(len(share)), layers, fontsize=7)
         axis.set_title(name, fontsize=9, loc="left", pad=3)
     axes[-1].set_xlabel("routed expert")
-    figure.tight_layout(rect=(0, 0, 0.93, 1))
-    bar = figure.add_axes((0.94, 0.1, 0.015, 0.8))
+    figure.tight_layout(rect=(0, 0, 0.91, 1))
+    bar = figure.add_axes((0.92, 0.1, 0.015, 0.8))
     figure.colorbar(image, cax=bar, label="load / mean load")
     figure.savefig(path, dpi=110)
 

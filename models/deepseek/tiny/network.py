@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS = 64  # runs of rows are padded to this, so that oneDNN meets few different shapes
+ROWS = 64  # long runs of rows are padded to this, so that oneDNN meets few different shapes
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ class ExpertSum(torch.autograd.Function):
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
         counts = torch.bincount(flat, minlength=experts)
-        padded = (counts + ROWS - 1) // ROWS * ROWS
+        step = ROWS if tokens * top_k > ROWS * experts else 4
+        padded = (counts + step - 1) // step * step
         ends = padded.cumsum(0)
         shift = (ends - padded) - (counts.cumsum(0) - counts)  # what padding adds before expert e
         row_sorted = torch.arange(tokens * top_k) + shift[flat[order]]

@@ -105,7 +105,8 @@ class Run:
         self.optimiser = Optimiser(self.net, args.workers)
         self.data = Mixture(self.folder)
         self.step = self.seen = 0
-        elapsed, decay_from, end = 0.0, None, None
+        elapsed, end = 0.0, args.minutes * 60
+        decay_from: float | None = None
         self.saved = self.folder / "run.pt"
         if self.saved.exists() and not args.fresh:
             state = torch.load(self.saved, weights_only=True)
@@ -113,12 +114,12 @@ class Run:
             self.optimiser.load(state["optimiser"])
             self.data.used = state["used"]
             self.step, self.seen, elapsed = state["step"], state["seen"], state["elapsed"]
-            decay_from, end = state["decay_from"], state["end"]
+            decay_from = state["decay_from"]
+            end = state["end"] if decay_from is not None else end
             print(f"resumed at step {self.step}, {self.seen / 1e6:.1f} M tokens", flush=True)
         self.clock = Clock(elapsed)
         self.schedule = Schedule(args.minutes, args.decay, decay_from)
-        if decay_from is not None:
-            self.schedule.end = end
+        self.schedule.end = end
         s = self.net.s
         blocks = len(self.net.moe_layers())
         self.orders = torch.zeros(2, dtype=torch.float64).share_memory_()  # rate, length
