@@ -254,7 +254,7 @@ def _show_ranks(console: Any, state: dict[str, Any]) -> None:
     from rich.table import Table
 
     ranks = state["ranks"]
-    table = Table(title="memory (MiB)")
+    table = Table(title=f"memory (MiB), weights in {ranks[0]['info']['weights']}")
     table.add_column("kind")
     for rank in ranks:
         table.add_column(f"rank {rank['rank']}", justify="right")

@@ -40,6 +40,7 @@ FLAGS = (
     Flag("model", "served_name", "NAME", "Name in /v1/models (the folder's name)"),
     Flag("model", "dtype", "NAME", "auto, float32 or bfloat16"),
     Flag("model", "kernels", "NAME", "auto, native or torch"),
+    Flag("model", "weights", "NAME", "FP8 blocks in memory: auto, fp8 or dequantised"),
     Flag(
         "model", "mtp", "", "Load the multi-token-prediction layer, where there is one", switch=True
     ),

@@ -45,6 +45,7 @@ def build_engine(
     model = load_model(
         config.model.checkpoint,
         dtype=start.dtype,
+        weights=config.model.weights,
         kernels=start.kernels.kernels,
         group=group,
         dispatcher_factory=_dispatcher_factory(config, group, start),
@@ -171,6 +172,7 @@ def _info(
         "dtype": str(start.dtype).removeprefix("torch."),
         "deterministic": config.engine.deterministic,
         "kernels": start.kernels.reason,
+        "weights": "FP8" if model.weights.keeps_fp8 else str(start.dtype).removeprefix("torch."),
         "dispatcher": model.dispatcher.name,
         "ranks": group.size,
         "memory_bytes": memory,

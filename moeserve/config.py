@@ -45,6 +45,8 @@ class ModelSection(Section):
     served_name: str = ""  # name in /v1/models; empty: the checkpoint folder's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the checkpoint's, bf16 for FP8
     kernels: Literal["auto", "native", "torch"] = "auto"
+    # FP8 blocks in memory: kept, or brought to dtype; the same results (auto: whichever is faster)
+    weights: Literal["auto", "fp8", "dequantised"] = "auto"
     mtp: bool = True  # load the MTP layer where the checkpoint has one
     chat_template: Path | None = None
 

@@ -86,7 +86,9 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
     if placement is None or kernels is None:
         return None
     try:
-        preflight(folder, model, placement, group.rank, with_mtp=with_mtp)
+        plan = preflight(folder, model, placement, group.rank, with_mtp=with_mtp)
+        if config.model.weights == "fp8" and not plan.has_fp8:
+            problems.append("model.weights='fp8': this checkpoint has no FP8 blocks; leave it out")
     except CheckpointError as error:
         problems.extend(f"model.checkpoint={folder}: {p}" for p in error.problems)
     dispatch = DispatchConfig(

@@ -60,6 +60,8 @@ def test_each_kind_of_problem_names_its_setting(random_checkpoint: Path, tmp_pat
     assert "parallel.dispatch='pigeon': unknown; valid are auto, local, torch" in found
     (found,) = problems(folder, parallel={"dispatch": "torch"})
     assert "parallel.dispatch='torch': cannot run here" in found
+    (found,) = problems(folder, model={"weights": "fp8"})
+    assert "model.weights='fp8': this checkpoint has no FP8 blocks" in found
     (found,) = problems(folder, cache={"kv_tokens": 64})
     assert "kv_tokens=64" in found and "max_model_len=128" in found
     (found,) = problems(folder, parallel={"placement": tmp_path / "none.json"})

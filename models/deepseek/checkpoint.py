@@ -47,8 +47,13 @@ class LoadPlan:
     def total_bytes(self) -> int:
         return sum(self.read_bytes.values())
 
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any tensor of this rank is stored as FP8 blocks."""
+        return any(self.index.tensors[name].dtype == "F8_E4M3" for name in self.hosted)
+
     def memory_bytes(self, itemsize: int) -> dict[str, int]:
-        """Bytes in memory by kind when weights are held with this item size.
+        """Bytes in memory by kind when weights are held with this item size, FP8 dequantised.
 
         Gates and norms are fp32. A bound: MTP's copies of embedding and head are counted, though
         they share the main model's storage when they are equal.

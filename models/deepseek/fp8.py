@@ -9,6 +9,8 @@ Shape letters: T tokens, N out features, C in features, b the block (128).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,6 +54,54 @@ def dequantise_weight(
         row = factors[i].repeat_interleave(block)[:columns]
         out[band] = (weight[band].to(torch.float32) * row).to(dtype)
     return out
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows of weights as they are stored: values [N, C] e4m3, scales [N, ceil(C/b)] fp32.
+
+    Each row has its block's scales beside it, so that rows of several weights can be joined or
+    moved without regard to where their blocks begin.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor) -> Fp8Rows:
+        """A weight and its scales a block, as stored."""
+        rows = scale_to_float(scale).repeat_interleave(BLOCK, dim=0)
+        return cls(weight, rows[: weight.shape[0]])
+
+    def move(self, change: Callable[[Tensor], Tensor]) -> Fp8Rows:
+        """change: takes rows elsewhere, whatever their width and type."""
+        moved = change(self.values.view(torch.uint8))
+        return Fp8Rows(moved.view(torch.float8_e4m3fn), change(self.scales))
+
+    @staticmethod
+    def join(pieces: tuple[Fp8Rows, ...]) -> Fp8Rows:
+        values = torch.cat([p.values.view(torch.uint8) for p in pieces])
+        scales = torch.cat([p.scales for p in pieces])
+        return Fp8Rows(values.view(torch.float8_e4m3fn), scales)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """[N, C], bit for bit as dequantise_weight."""
+        factors = self.scales.repeat_interleave(BLOCK, dim=1)[:, : self.values.shape[1]]
+        return (self.values.to(torch.float32) * factors).to(dtype)
+
+    def scales_of_groups(self, height: int) -> Tensor | None:
+        """[ceil(N/height), ceil(C/b)]: one row for each `height` rows, or None if they differ."""
+        first = self.scales[::height].contiguous()
+        spread = first.repeat_interleave(height, dim=0)[: self.scales.shape[0]]
+        return first if torch.equal(spread, self.scales) else None
+
+    def is_finite(self, dtype: torch.dtype) -> bool:
+        """Whether all values would be, dequantised to dtype."""
+        codes = self.values.view(torch.uint8) & 0x7F
+        return bool(codes.max() < 0x7F) and (
+            math.isfinite(float((self.scales.max() * E4M3_MAX).to(dtype)))
+            or bool(self.dequantise(dtype).isfinite().all())
+        )
 
 
 def quantise_weight(

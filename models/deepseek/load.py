@@ -6,6 +6,7 @@ Knows: the order config -> preflight -> weights -> dispatcher -> model. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,12 +21,14 @@ from models.deepseek.loader import Progress, WeightLoader
 from models.deepseek.model import DeepSeekModel
 
 DTYPES = (torch.float32, torch.bfloat16)
+WEIGHTS = ("auto", "fp8", "dequantised")
 
 
 def load_model(
     checkpoint_dir: str | Path,
     *,
     dtype: torch.dtype,
+    weights: str = "auto",
     kernels: Kernels,
     group: EPGroup,
     dispatcher_factory: Callable[[DispatchConfig], Dispatcher],
@@ -41,6 +44,8 @@ def load_model(
 ) -> DeepSeekModel:
     """Read what this rank hosts and build its model.
 
+    weights: what becomes of FP8 blocks: kept as such ("fp8"), or brought to dtype ("dequantised"),
+    with the same results; "auto" keeps them where the kernels are no slower with them.
     placement None: the trivial one, no redundant experts. progress(done bytes, total bytes, MB/s).
     with_mtp: load MTP layers if the config has any. max_tokens_per_rank: most tokens of one step,
     what the dispatcher's buffers are made for. The model's `weights.notes` say what was left out or
@@ -49,6 +54,8 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: valid are {', '.join(map(str, DTYPES))}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights!r}: valid are {', '.join(WEIGHTS)}")
     config = DeepSeekConfig.from_hf(checkpoint_dir) if config is None else config
     with_mtp = with_mtp and config.num_mtp_layers > 0
     if placement is None:
@@ -60,15 +67,21 @@ def load_model(
             f"placement is for {placement.num_ranks} ranks, the group has {group.size}"
         )
     plan = preflight(checkpoint_dir, config, placement, group.rank, with_mtp=with_mtp)
-    weights = WeightLoader(
+    keep_fp8 = weights == "fp8" or (weights == "auto" and kernels.fp8_is_fast)
+    loaded = WeightLoader(
         plan,
         kernels,
         dtype,
         keep_kv_b=not deterministic,
+        keep_fp8=keep_fp8,
         progress=progress,
         num_threads=num_threads,
         device=device,
     ).load()
+    if plan.has_fp8:
+        loaded = replace(
+            loaded, keeps_fp8=keep_fp8, notes=(_fp8_note(weights, keep_fp8), *loaded.notes)
+        )
     dispatcher = dispatcher_factory(
         DispatchConfig(
             hidden_size=config.hidden_size,
@@ -81,7 +94,7 @@ def load_model(
     )
     return DeepSeekModel(
         config,
-        weights,
+        loaded,
         kernels,
         dispatcher,
         placement,
@@ -90,3 +103,10 @@ def load_model(
         deterministic=deterministic,
         max_positions=max_positions,
     )
+
+
+def _fp8_note(weights: str, keep: bool) -> str:
+    done = "kept in memory" if keep else "dequantised at load"
+    speed = "no slower" if keep else "slower"
+    reason = f"auto: these kernels are {speed} with them" if weights == "auto" else "asked for"
+    return f"weights: FP8 blocks {done} ({reason})"

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from models.deepseek.checkpoint import LoadPlan
 from models.deepseek.errors import CheckpointError
-from models.deepseek.fp8 import dequantise_weight, scale_to_float
-from models.deepseek.kernels.base import ExpertWeights, Kernels, LinearWeight
+from models.deepseek.fp8 import Fp8Rows, dequantise_weight, scale_to_float
+from models.deepseek.kernels.base import ExpertWeights, Fp8ExpertWeights, Kernels, LinearWeight
 from models.deepseek.layout import (
     SCALE_SUFFIX,
     embed_name,
@@ -42,6 +42,7 @@ from models.deepseek.weights import (
 # (bytes done, bytes in all, MB/s so far); called from loader threads, one at a time.
 Progress = Callable[[int, int, float], None]
 _COMPARE_BYTES = 1 << 26
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class _Progress:
@@ -69,6 +70,8 @@ class WeightLoader:
     """Single use: `WeightLoader(...).load()`.
 
     dtype: float32 or bfloat16. keep_kv_b: keep kv_b_proj whole as well, for naive attention.
+    keep_fp8: linears and experts that are stored as FP8 blocks stay so in memory, with the same
+    results; all but kv_b_proj, which is taken apart.
     """
 
     def __init__(
@@ -78,18 +81,21 @@ class WeightLoader:
         dtype: torch.dtype,
         *,
         keep_kv_b: bool,
+        keep_fp8: bool = False,
         progress: Progress | None = None,
         num_threads: int = 4,
         device: torch.device | str = "cpu",
     ) -> None:
         self.plan, self.config, self.index = plan, plan.config, plan.index
-        self.kernels, self.dtype, self.keep_kv_b = kernels, dtype, keep_kv_b
+        self.kernels, self.dtype = kernels, dtype
+        self.keep_kv_b, self.keep_fp8 = keep_kv_b, keep_fp8
         self.device = torch.device(device)
         self._num_threads = num_threads
         self._progress = _Progress(plan.total_bytes, progress)
         self._problems: list[str] = []
         self._notes: list[str] = list(plan.notes)
         self._coarse_biases: list[str] = []
+        self._unaligned: list[str] = []
 
     def load(self) -> ModelWeights:
         """Raises CheckpointError for faults that only the payload shows."""
@@ -113,6 +119,11 @@ class WeightLoader:
                 f"{len(self._coarse_biases)} gate biases are stored in less than F32, which may "
                 f"change choices of experts: {min(self._coarse_biases)}, ..."
             )
+        if self._unaligned:
+            self._notes.append(
+                f"{len(self._unaligned)} FP8 weights are dequantised, since scales change within a "
+                f"panel of their rows: {min(self._unaligned)}, ..."
+            )
         return ModelWeights(
             embed=embed,
             layers=[loaded[n] for n in main],
@@ -134,6 +145,19 @@ class WeightLoader:
         value = dequantise_weight(weight, self._scale(name), self.dtype)
         return self._finite(f"tensor {name}", value)
 
+    def _rows(self, name: str) -> Tensor | Fp8Rows:
+        """As _matrix, but rows of FP8 as they are where they may stay so."""
+        if not self._stays_fp8(name):
+            return self._matrix(name)
+        assert name in self.plan.hosted
+        rows = Fp8Rows.of(self.index.read(name), self._scale(name))
+        if not rows.is_finite(self.dtype):
+            self._problems.append(f"tensor {name} holds NaN or infinity")
+        return rows
+
+    def _stays_fp8(self, name: str) -> bool:
+        return self.keep_fp8 and self.index.tensors[name].dtype == "F8_E4M3"
+
     def _scale(self, name: str) -> Tensor:
         """fp32 scales of the FP8 weight `name`."""
         scale = scale_to_float(self.index.read(name + SCALE_SUFFIX))
@@ -153,9 +177,19 @@ class WeightLoader:
             self._problems.append(f"{what} holds NaN or infinity")
         return value
 
-    def _linear(self, *pieces: Tensor) -> LinearWeight:
+    def _linear(self, name: str, *pieces: Tensor | Fp8Rows) -> LinearWeight:
         """Rows of the pieces joined: a copy in any case, so that no weight lives in the file."""
-        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        quantised = tuple(p for p in pieces if isinstance(p, Fp8Rows))
+        if quantised and len(quantised) == len(pieces):
+            rows = Fp8Rows.join(quantised)
+            moved = Fp8Rows(rows.values.to(self.device), rows.scales.to(self.device))
+            kept = self.kernels.fp8_linear_weight(moved, self.dtype)
+            if kept is not None:
+                return kept
+        if quantised:
+            self._unaligned.append(name)
+        plain = [p.dequantise(self.dtype) if isinstance(p, Fp8Rows) else p for p in pieces]
+        joined = torch.cat(plain) if len(plain) > 1 else plain[0].clone()
         return self.kernels.linear_weight(joined.to(self.device), self.dtype)
 
     def _done(self, names: Iterable[str]) -> None:
@@ -180,14 +214,15 @@ class WeightLoader:
             return parts
         row = placement_row(c, layer)
         local = self.plan.placement.experts_of(self.plan.rank, row)
-        experts = self.kernels.allocate_experts(
-            len(local), c.hidden_size, c.moe_intermediate_size, self.dtype
-        )
+        names = [f"{p}mlp.experts.{expert}.{n}.weight" for expert in local for n in _EXPERT_PARTS]
+        stay = bool(names) and all(self._stays_fp8(name) for name in names)
+        make = self.kernels.allocate_fp8_experts if stay else self.kernels.allocate_experts
+        experts = make(len(local), c.hidden_size, c.moe_intermediate_size, self.dtype)
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(local):
             slots.setdefault(expert, []).append(slot)
         parts["stores"] = [
-            pool.submit(self._store, f"{p}mlp.experts.{expert}.", experts, where)
+            pool.submit(self._store, f"{p}mlp.experts.{expert}.", experts, where, stay)
             for expert, where in slots.items()
         ]
         parts["gate"] = pool.submit(self._gate, p + "mlp.gate.")
@@ -198,49 +233,62 @@ class WeightLoader:
 
     def _attention(self, p: str) -> AttentionWeights:
         c, heads = self.config, self.config.num_attention_heads
-        kv_a = _pair_rows(self._matrix(p + "kv_a_proj_with_mqa.weight"), 1, self.config)
+        kv_a = self._paired(p + "kv_a_proj_with_mqa.weight", 1)
         q_b: LinearWeight | None = None
         q_a_norm: Tensor | None = None
         names = ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
         if c.q_lora_rank is None:
             names += ["q_proj"]
-            first = _pair_rows(self._matrix(p + "q_proj.weight"), heads, c)
+            first = self._paired(p + "q_proj.weight", heads)
         else:
             names += ["q_a_proj", "q_b_proj"]
-            first = self._matrix(p + "q_a_proj.weight")
+            first = self._rows(p + "q_a_proj.weight")
             q_a_norm = self._vector(p + "q_a_layernorm.weight")
-            q_b = self._linear(_pair_rows(self._matrix(p + "q_b_proj.weight"), heads, c))
+            q_b = self._linear(p + "q_b_proj", self._paired(p + "q_b_proj.weight", heads))
         kv_b = self._matrix(p + "kv_b_proj.weight")
         n, v, rank = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
         per_head = kv_b.view(heads, n + v, rank)
         up_k, up_v = per_head[:, :n], per_head[:, n:]
         weights = AttentionWeights(
-            qkv_a=self._linear(first, kv_a),
+            qkv_a=self._linear(p + "kv_a_proj_with_mqa", first, kv_a),
             q_a_norm=q_a_norm,
             q_b=q_b,
             kv_a_norm=self._vector(p + "kv_a_layernorm.weight"),
-            w_uk=self._linear(up_k.transpose(1, 2).reshape(heads * rank, n)),
-            w_uv=self._linear(up_v.reshape(heads * v, rank)),
-            kv_b=self._linear(kv_b) if self.keep_kv_b else None,
-            o=self._linear(self._matrix(p + "o_proj.weight")),
+            w_uk=self._linear(p + "kv_b_proj", up_k.transpose(1, 2).reshape(heads * rank, n)),
+            w_uv=self._linear(p + "kv_b_proj", up_v.reshape(heads * v, rank)),
+            kv_b=self._linear(p + "kv_b_proj", kv_b) if self.keep_kv_b else None,
+            o=self._linear(p + "o_proj", self._rows(p + "o_proj.weight")),
         )
         self._done(f"{p}{name}.weight" for name in names)
         return weights
 
+    def _paired(self, name: str, heads: int) -> Tensor | Fp8Rows:
+        rows = self._rows(name)
+        if isinstance(rows, Fp8Rows):
+            return rows.move(lambda x: _pair_rows(x, heads, self.config))
+        return _pair_rows(rows, heads, self.config)
+
     def _mlp(self, p: str) -> MlpWeights:
-        names = [f"{p}{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")]
+        names = [f"{p}{n}.weight" for n in _EXPERT_PARTS]
         weights = MlpWeights(
-            gate_up=self._linear(self._matrix(names[0]), self._matrix(names[1])),
-            down=self._linear(self._matrix(names[2])),
+            gate_up=self._linear(names[0], self._rows(names[0]), self._rows(names[1])),
+            down=self._linear(names[2], self._rows(names[2])),
         )
         self._done(names)
         return weights
 
-    def _store(self, p: str, experts: ExpertWeights, slots: list[int]) -> None:
-        names = [f"{p}{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")]
-        gate, up, down = (self._matrix(name) for name in names)
-        for slot in slots:
-            experts.store(slot, gate, up, down)
+    def _store(
+        self, p: str, experts: ExpertWeights | Fp8ExpertWeights, slots: list[int], stay: bool
+    ) -> None:
+        names = [f"{p}{n}.weight" for n in _EXPERT_PARTS]
+        if stay:
+            quantised = [cast(Fp8Rows, self._rows(name)) for name in names]
+            for slot in slots:
+                cast(Fp8ExpertWeights, experts).store_fp8(slot, *quantised)
+        else:
+            gate, up, down = (self._matrix(name) for name in names)
+            for slot in slots:
+                experts.store(slot, gate, up, down)
         self._done(names)
 
     def _gate(self, p: str) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +319,7 @@ class WeightLoader:
         raw_head = raw_embed if stored_head == embed_name(c) else self.index.read(stored_head)
         if c.tie_word_embeddings and not _same_bytes(raw_head, raw_embed):
             self._problems.append(f"tensor {stored_head} differs from the embedding it is tied to")
-        head = self._linear(self._matrix_of(stored_head, raw_head))
+        head = self._linear(stored_head, self._matrix_of(stored_head, raw_head))
         copies: dict[int, tuple[Tensor, LinearWeight]] = {}
         for layer in mtp:
             p = layer_prefix(c, layer)
@@ -282,7 +330,7 @@ class WeightLoader:
                 own_embed = self._matrix_of(names[0], raw[0])
                 self._notes.append(f"{names[0]} differs from the main embedding: kept apart")
             if not _same_bytes(raw[1], raw_head):
-                own_head = self._linear(self._matrix_of(names[1], raw[1]))
+                own_head = self._linear(names[1], self._matrix_of(names[1], raw[1]))
                 self._notes.append(f"{names[1]} differs from the main head: kept apart")
             copies[layer] = own_embed, own_head
             self._done(names)
@@ -302,7 +350,7 @@ class WeightLoader:
         return {
             "enorm": self._vector(p + "enorm.weight"),
             "hnorm": self._vector(p + "hnorm.weight"),
-            "eh_proj": self._linear(self._matrix(p + "eh_proj.weight")),
+            "eh_proj": self._linear(p + "eh_proj", self._rows(p + "eh_proj.weight")),
             "head_norm": self._vector(p + "shared_head.norm.weight"),
         }
 

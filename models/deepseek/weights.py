@@ -71,7 +71,10 @@ class MtpWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """embed [V, D] in the model dtype; notes: what the loader decided, to be printed once."""
+    """embed [V, D] in the model dtype; notes: what the loader decided, to be printed once.
+
+    keeps_fp8: linears and experts that the checkpoint has as FP8 blocks lie in memory as such.
+    """
 
     embed: Tensor
     layers: list[LayerWeights]
@@ -79,6 +82,7 @@ class ModelWeights:
     head: LinearWeight
     mtp: list[MtpWeights]
     bytes_read: int = 0
+    keeps_fp8: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def moe_layers(self) -> list[MoeWeights]:

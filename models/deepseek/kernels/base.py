@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.deepseek.fp8 import Fp8Rows
 from models.interface import ForwardBatch
 
 
@@ -106,8 +107,17 @@ class MlaWeights(Protocol):
 AbsorbedMla = Callable[[Tensor, Tensor, ForwardBatch], Tensor]
 
 
+class Fp8ExpertWeights(ExpertWeights, Protocol):
+    """Experts kept in e4m3; a bundle holds their scales too, fetch() dequantises."""
+
+    def store_fp8(self, slot: int, gate: Fp8Rows, up: Fp8Rows, down: Fp8Rows) -> None:
+        """In place of store(), which refuses; scales must be of blocks that begin with row 0."""
+        ...
+
+
 class Kernels(Protocol):
     name: str
+    fp8_is_fast: bool  # weights kept in e4m3 are no slower here than dequantised ones
 
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight: ...
@@ -115,6 +125,15 @@ class Kernels(Protocol):
     def allocate_experts(
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> ExpertWeights: ...
+
+    def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> LinearWeight | None:
+        """Kept in e4m3 and dequantised to dtype (the model's) where it is used: bit for bit what
+        linear_weight(rows.dequantise(dtype)) gives. None: the layout cannot hold these scales."""
+        ...
+
+    def allocate_fp8_experts(
+        self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> Fp8ExpertWeights: ...
 
     # -- dense -----------------------------------------------------------------------------
     def linear(

@@ -16,7 +16,8 @@ from models.interface import ForwardBatch
 
 def foreign_weight(weight: object) -> KernelArgumentError:
     return KernelArgumentError(
-        f"weight is a {type(weight).__name__}: must come from NativeKernels itself"
+        f"weight is a {type(weight).__name__}: must come from NativeKernels itself, dequantised "
+        "where heads are taken apart"
     )
 
 

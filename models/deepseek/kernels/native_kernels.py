@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.deepseek.fp8 import Fp8Rows
 from models.deepseek.kernels.base import (
     AbsorbedMla,
     ExpertWeights,
@@ -36,9 +37,15 @@ from models.deepseek.kernels.native_checks import (
     typed,
     unit_stride,
 )
+from models.deepseek.kernels.native_fp8 import NativeFp8ExpertWeights, NativeFp8LinearWeight
 from models.deepseek.kernels.native_library import FAILURES, NativeLibrary, load_library
 from models.deepseek.kernels.native_mla import NativeMla
-from models.deepseek.kernels.native_weights import NativeExpertWeights, NativeLinearWeight, is_bf16
+from models.deepseek.kernels.native_weights import (
+    FP8_FORMAT,
+    NativeExpertWeights,
+    NativeLinearWeight,
+    is_bf16,
+)
 from models.interface import ForwardBatch
 
 _threads = torch.get_num_threads
@@ -52,6 +59,7 @@ class NativeKernels:
         """Raises KernelsUnavailable. `defines` (native/simd.h) leave out instruction sets."""
         self.library: NativeLibrary = load_library(build(defines))
         self.description = self.library.description
+        self.fp8_is_fast = bool(self.library.fp8_is_fast())
         self._last_batch: tuple[ForwardBatch, int, tuple[int, ...]] | None = None
 
     # -- weights ---------------------------------------------------------------------------
@@ -62,6 +70,14 @@ class NativeKernels:
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> NativeExpertWeights:
         return NativeExpertWeights(self.library, num_slots, hidden, intermediate, dtype)
+
+    def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> NativeFp8LinearWeight | None:
+        return NativeFp8LinearWeight.of(self.library, rows, dtype)
+
+    def allocate_fp8_experts(
+        self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> NativeFp8ExpertWeights:
+        return NativeFp8ExpertWeights(self.library, num_slots, hidden, intermediate, dtype)
 
     # -- dense -----------------------------------------------------------------------------
     def linear(
@@ -80,7 +96,7 @@ class NativeKernels:
                 weight.pointer,
                 weight.out_features,
                 weight.in_features,
-                weight.is_bf16,
+                weight.format,
                 out.data_ptr(),
                 weight.out_features,
                 is_bf16(out.dtype),
@@ -149,9 +165,10 @@ class NativeKernels:
                 gate_up.pointer,
                 gate_up.in_features,
                 inter,
+                gate_up.format,
                 down.pointer,
                 down.out_features,
-                gate_up.is_bf16,
+                down.format,
                 out.data_ptr(),
                 _threads(),
             )
@@ -215,7 +232,7 @@ class NativeKernels:
                 weights.num_slots,
                 weights.hidden,
                 weights.intermediate,
-                weights.is_bf16,
+                weights.format,
                 out.data_ptr(),
                 _threads(),
             )
@@ -325,7 +342,7 @@ class NativeKernels:
         )
 
     def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:
-        if not isinstance(weight, NativeLinearWeight):
+        if not isinstance(weight, NativeLinearWeight) or weight.format & FP8_FORMAT:
             raise foreign_weight(weight)
         x = unit_stride(x)
         num_rows, heads, width = x.shape
@@ -400,7 +417,7 @@ class NativeKernels:
         scale: float,
         value_dim: int,
     ) -> Tensor:
-        if not isinstance(kv_b, NativeLinearWeight):
+        if not isinstance(kv_b, NativeLinearWeight) or kv_b.format & FP8_FORMAT:
             raise foreign_weight(kv_b)
         q = unit_stride(q)
         num_rows, num_heads, width = q.shape

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.deepseek.kernels.base import LinearWeight, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.mla_parts import mla_by_parts
-from models.deepseek.kernels.native_weights import NativeLinearWeight
+from models.deepseek.kernels.native_weights import FP8_FORMAT, NativeLinearWeight
 from models.interface import ForwardBatch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _Record(ctypes.Structure):
         *((name, _P) for name in ("q_a_norm", "kv_a_norm", "cos_sin")),
         ("scale", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "qkv_a_format", "q_b_format", "o_format")),
     ]
 
 
@@ -55,9 +55,9 @@ class NativeMla:
         qkv_a = _packed(w.qkv_a, "qkv_a", first + cached, w.qkv_a.in_features)
         self.hidden, self.dtype = qkv_a.in_features, qkv_a.dtype
         self._width = cached
-        norm = None
+        norm = q_b = None
         if w.q_b is not None:
-            _packed(w.q_b, "q_b", queries, query_rank)
+            q_b = _packed(w.q_b, "q_b", queries, query_rank)
             norm = _vector(w.q_a_norm, "q_a_norm", query_rank).data_ptr()
         if self.dtype == torch.bfloat16 and (cached % 2 or s.rope_dim % 2):
             raise KernelArgumentError(f"rank={s.rank}, rope_dim={s.rope_dim}: must be even in bf16")
@@ -65,6 +65,12 @@ class NativeMla:
             raise KernelArgumentError(f"cos_sin is {cos_sin.dtype}: must be contiguous float32")
         if cos_sin.shape[1] != s.rope_dim:
             raise KernelArgumentError(f"cos_sin has {cos_sin.shape[1]} columns: not {s.rope_dim}")
+        o = _packed(w.o, "o", self.hidden, s.num_heads * s.value_dim)
+        w_uk = _packed(w.w_uk, "w_uk", s.num_heads * s.rank, s.nope_dim)
+        w_uv = _packed(w.w_uv, "w_uv", s.num_heads * s.value_dim, s.rank)
+        for name, weight in (("w_uk", w_uk), ("w_uv", w_uv)):
+            if weight.format & FP8_FORMAT:
+                raise KernelArgumentError(f"{name} is in e4m3: must be dequantised")
         self._record = _Record(
             hidden=self.hidden,
             heads=s.num_heads,
@@ -75,16 +81,19 @@ class NativeMla:
             query_rank=query_rank,
             max_position=cos_sin.shape[0],
             qkv_a=qkv_a.pointer,
-            q_b=None if w.q_b is None else _packed(w.q_b, "q_b", queries, query_rank).pointer,
-            w_uk=_packed(w.w_uk, "w_uk", s.num_heads * s.rank, s.nope_dim).pointer,
-            w_uv=_packed(w.w_uv, "w_uv", s.num_heads * s.value_dim, s.rank).pointer,
-            o=_packed(w.o, "o", self.hidden, s.num_heads * s.value_dim).pointer,
+            q_b=None if q_b is None else q_b.pointer,
+            w_uk=w_uk.pointer,
+            w_uv=w_uv.pointer,
+            o=o.pointer,
             q_a_norm=norm,
             kv_a_norm=_vector(w.kv_a_norm, "kv_a_norm", s.rank).data_ptr(),
             cos_sin=cos_sin.data_ptr(),
             scale=s.scale,
             eps=s.norm_eps,
             is_bf16=qkv_a.is_bf16,
+            qkv_a_format=qkv_a.format,
+            q_b_format=0 if q_b is None else q_b.format,
+            o_format=o.format,
         )
         self._address = ctypes.addressof(self._record)
 

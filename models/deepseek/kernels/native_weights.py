@@ -8,6 +8,8 @@ from torch import Tensor
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.native_library import NativeLibrary
 
+FP8_FORMAT = 2  # native/api.h; the lowest bit of a format says whether rows are bfloat16
+
 
 def is_bf16(dtype: torch.dtype) -> bool:
     """Raises KernelArgumentError for what is neither bfloat16 nor float32."""
@@ -26,7 +28,8 @@ class NativeLinearWeight:
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self.is_bf16 = is_bf16(dtype)
-        shape = (self.out_features, self.in_features, self.is_bf16)
+        self.format = int(self.is_bf16)
+        shape = (self.out_features, self.in_features, self.format)
         self.nbytes: int = library.packed_bytes(*shape)
         self.data = torch.empty(self.nbytes, dtype=torch.uint8)
         self.pointer = self.data.data_ptr()
@@ -37,13 +40,15 @@ class NativeLinearWeight:
     def unpack(self) -> Tensor:
         out = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
         self._lib.unpack(
-            self.pointer, self.out_features, self.in_features, self.is_bf16, out.data_ptr()
+            self.pointer, self.out_features, self.in_features, self.format, out.data_ptr()
         )
         return out
 
 
 class NativeExpertWeights:
     """[e, bundle bytes]; a bundle holds the panels of gate and up, interleaved, then of down."""
+
+    fp8 = False
 
     def __init__(
         self,
@@ -57,7 +62,8 @@ class NativeExpertWeights:
         self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
         self.dtype = dtype
         self.is_bf16 = is_bf16(dtype)
-        bundle: int = library.bundle_bytes(hidden, intermediate, self.is_bf16)
+        self.format = int(self.is_bf16) | (FP8_FORMAT if self.fp8 else 0)
+        bundle: int = library.bundle_bytes(hidden, intermediate, self.format)
         self.data = torch.zeros(num_slots, bundle, dtype=torch.uint8)
         self.nbytes = num_slots * bundle
         self.pointer = self.data.data_ptr()
@@ -84,7 +90,7 @@ class NativeExpertWeights:
             self.bundle(slot).data_ptr(),
             self.hidden,
             self.intermediate,
-            self.is_bf16,
+            self.format,
             gate.data_ptr(),
             up.data_ptr(),
             down.data_ptr(),

@@ -10,12 +10,14 @@ Knows nothing of other implementations. Shape letters as in base.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
 from models.deepseek.kernels.base import (
     AbsorbedMla,
     ExpertWeights,
@@ -24,6 +26,7 @@ from models.deepseek.kernels.base import (
     MlaShape,
     MlaWeights,
 )
+from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.mla_parts import mla_by_parts
 from models.interface import ForwardBatch
 
@@ -63,6 +66,68 @@ class TorchExpertWeights:
 
     def bundle(self, slot: int) -> Tensor:
         return self.data[slot].view(torch.uint8)
+
+
+class TorchFp8LinearWeight:
+    """Rows [N, C] in e4m3 with their scales; dequantised again at each use."""
+
+    def __init__(self, rows: Fp8Rows, dtype: torch.dtype) -> None:
+        self.values, self.scales, self.dtype = rows.values.clone(), rows.scales.clone(), dtype
+        self.out_features, self.in_features = rows.values.shape
+        self.nbytes = self.values.nbytes + self.scales.nbytes
+
+    def unpack(self) -> Tensor:
+        return Fp8Rows(self.values, self.scales).dequantise(self.dtype)
+
+
+class TorchFp8ExpertWeights:
+    """[e, bytes]: a slot's gate, up and down in e4m3, then their scales, a block of rows each."""
+
+    def __init__(self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
+        self.dtype = dtype
+        wide, tall = (intermediate, hidden), (hidden, intermediate)
+        self._shapes = (wide, wide, tall)
+        values = sum(rows * columns for rows, columns in self._shapes)
+        self._scales_at = -(-values // 4) * 4  # fp32 begins at a multiple of its size
+        scales = sum(math.prod(scale_shape(shape)) for shape in self._shapes)
+        self.data = torch.zeros(num_slots, self._scales_at + 4 * scales, dtype=torch.uint8)
+        self.nbytes = self.data.nbytes
+
+    def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        raise KernelArgumentError("these experts are kept in e4m3: use store_fp8")
+
+    def store_fp8(self, slot: int, gate: Fp8Rows, up: Fp8Rows, down: Fp8Rows) -> None:
+        for (values, scales), rows in zip(self._parts(slot), (gate, up, down), strict=True):
+            of_blocks = rows.scales_of_groups(BLOCK)
+            if of_blocks is None:
+                raise KernelArgumentError(f"scales differ among rows of one {BLOCK}")
+            values.copy_(rows.values.view(torch.uint8))
+            scales.copy_(of_blocks)
+
+    def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = (
+            dequantise_weight(values.view(torch.float8_e4m3fn), scales, self.dtype)
+            for values, scales in self._parts(slot)
+        )
+        return gate, up, down
+
+    def bundle(self, slot: int) -> Tensor:
+        return self.data[slot]
+
+    def _parts(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """Views of each matrix's bytes [N, C] and scales."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        values, scales = self.data[slot].split(
+            [self._scales_at, self.data.shape[1] - self._scales_at]
+        )
+        scales = scales.view(torch.float32)
+        for shape in self._shapes:
+            grid = scale_shape(shape)
+            of_matrix, of_scales = values[: math.prod(shape)], scales[: math.prod(grid)]
+            parts.append((of_matrix.view(shape), of_scales.view(grid)))
+            values, scales = values[math.prod(shape) :], scales[math.prod(grid) :]
+        return parts
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -106,6 +171,7 @@ def gather_context(layer: Tensor, blocks: Tensor, start: int, stop: int) -> Tens
 
 class TorchKernels:
     name = "torch"
+    fp8_is_fast = False
 
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> TorchLinearWeight:
@@ -115,6 +181,14 @@ class TorchKernels:
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> TorchExpertWeights:
         return TorchExpertWeights(num_slots, hidden, intermediate, dtype)
+
+    def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> TorchFp8LinearWeight:
+        return TorchFp8LinearWeight(rows, dtype)
+
+    def allocate_fp8_experts(
+        self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
+    ) -> TorchFp8ExpertWeights:
+        return TorchFp8ExpertWeights(num_slots, hidden, intermediate, dtype)
 
     # -- dense -----------------------------------------------------------------------------
     def linear(

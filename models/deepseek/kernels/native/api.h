@@ -2,9 +2,12 @@
 #pragma once
 #include <cstdint>
 
+// How a weight is stored, and for rows of which dtype; the same as `is_bf16` where it is plain.
+enum { BF16_FORMAT = 1, FP8_FORMAT = 2 };
+
 extern "C" {
 void ms_linear(const void* x, int64_t x_stride, int64_t rows, const void* w, int64_t n, int64_t k,
-               int is_bf16, void* out, int64_t out_stride, int out_bf16, int threads);
+               int format, void* out, int64_t out_stride, int out_bf16, int threads);
 void ms_per_head(const void* x, int64_t t_stride, int64_t h_stride, int64_t rows, int64_t heads,
                  const void* w, int64_t n, int64_t k, int is_bf16, void* out, int threads);
 void ms_rms_norm(const void* x, int64_t stride, int64_t rows, int64_t n, int is_bf16,

@@ -5,31 +5,33 @@
 #include <cmath>
 #include <vector>
 
+#include "api.h"
 #include "gated.h"
 #include "pack.h"
 
 namespace moeserve {
 namespace {
 
-template <class T> struct Bundle {
+template <class T, class W> struct Bundle {
+  using Row = T;
   long hidden, inter;
 
-  Panels<T> shape() const { return {nullptr, inter, hidden}; }
-  Panels<T> down(const word* slot) const {
+  Panels<T, W> shape() const { return {nullptr, inter, hidden}; }
+  Panels<T, W> down(const word* slot) const {
     return {slot + 2 * shape().words(), hidden, inter};
   }
   const word* gate(const word* slot, long p) const {
-    return slot + 2 * p * PANEL * shape().steps();
+    return slot + 2 * (shape().panel(p) - shape().panel(0));
   }
   const word* up(const word* slot, long p) const {
-    return gate(slot, p) + shape().width(p) * shape().steps();
+    return gate(slot, p) + shape().panel_words(p);
   }
   long words() const { return 2 * shape().words() + down(nullptr).words(); }
 };
 
 template <class T>
-void store_expert(const T* gate, const T* up, const T* down, const Bundle<T>& b, word* slot) {
-  Panels<T> shape = b.shape();
+void store_expert(const T* gate, const T* up, const T* down, const Bundle<T, T>& b, word* slot) {
+  Panels<T, T> shape = b.shape();
   for (long p = 0; p < shape.count(); p++) {
     pack_panel(gate, shape, p, const_cast<word*>(b.gate(slot, p)));
     pack_panel(up, shape, p, const_cast<word*>(b.up(slot, p)));
@@ -37,9 +39,26 @@ void store_expert(const T* gate, const T* up, const T* down, const Bundle<T>& b,
   pack(down, b.down(slot), 1);
 }
 
+// A matrix in e4m3: its bytes [n, k] and its scales [panels, ceil(k / 128)].
+struct Fp8Matrix {
+  const uint8_t* values;
+  const float* scales;
+};
+
 template <class T>
-void fetch_expert(const word* slot, const Bundle<T>& b, T* gate, T* up, T* down) {
-  Panels<T> shape = b.shape();
+void store_expert(const Fp8Matrix& gate, const Fp8Matrix& up, const Fp8Matrix& down,
+                  const Bundle<T, e4m3>& b, word* slot) {
+  Panels<T, e4m3> shape = b.shape();
+  for (long p = 0; p < shape.count(); p++) {
+    pack_panel(gate.values, gate.scales, shape, p, const_cast<word*>(b.gate(slot, p)));
+    pack_panel(up.values, up.scales, shape, p, const_cast<word*>(b.up(slot, p)));
+  }
+  pack(down.values, down.scales, b.down(slot), 1);
+}
+
+template <class T, class W>
+void fetch_expert(const word* slot, const Bundle<T, W>& b, T* gate, T* up, T* down) {
+  Panels<T, W> shape = b.shape();
   for (long p = 0; p < shape.count(); p++) {
     unpack_panel(b.gate(slot, p), shape, p, gate);
     unpack_panel(b.up(slot, p), shape, p, up);
@@ -51,9 +70,9 @@ struct Segment {  // rows begin .. end - 1 of the pairs go through one slot
   long slot, begin, end;
 };
 
-template <class T>
+template <class T, class W>
 void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
-             const int32_t* offsets, const word* weights, long slots, const Bundle<T>& bundle,
+             const int32_t* offsets, const word* weights, long slots, const Bundle<T, W>& bundle,
              T* out, int threads) {
   static thread_local Scratch padding, hidden_memory;
   static thread_local std::vector<Segment> segment_memory;
@@ -68,7 +87,7 @@ void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
           {slot, at, at + block < offsets[slot + 1] ? at + block : offsets[slot + 1]});
   T* hidden = hidden_memory.get<T>(size_t(pairs * stride));
   Rows<T> in{x, x_stride, pair_rows}, middle{hidden, stride, nullptr};
-  Panels<T> shape = bundle.shape(), down_shape = bundle.down(nullptr);
+  Panels<T, W> shape = bundle.shape(), down_shape = bundle.down(nullptr);
   long panels = shape.count(), columns = down_shape.count();
   auto slot_words = [&](long slot) { return weights + slot * bundle.words(); };
   Claims first, second;
@@ -81,28 +100,27 @@ void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
     float* gate = gate_memory.get<float>(size_t(block * PANEL + PANEL));
     work(first, [&](long item, long next) {
       const Segment& s = segments[size_t(item / panels)];
-      long p = item % panels, width = shape.width(p);
+      long p = item % panels;
       const word* ahead =
           next < 0 ? nullptr
                    : bundle.gate(slot_words(segments[size_t(next / panels)].slot), next % panels);
       // The pad columns of the last panel become silu(0) * 0 = 0, so hidden is whole words.
-      gated_panel<T>(in, s.begin, s.end, bundle.gate(slot_words(s.slot), p),
-                     bundle.up(slot_words(s.slot), p), width, shape.steps(), ahead, gate,
-                     hidden + p * PANEL, stride, width);
+      gated_panel(in, s.begin, s.end, shape, p, bundle.gate(slot_words(s.slot), p),
+                  bundle.up(slot_words(s.slot), p), ahead, gate, hidden + p * PANEL, stride);
     });
     first.finish();
     work(second, [&](long item, long next) {
       const Segment& s = segments[size_t(item / columns)];
-      Panels<T> down = bundle.down(slot_words(s.slot));
+      Panels<T, W> down = bundle.down(slot_words(s.slot));
       long p = item % columns, width = down.width(p);
       long count = down.n - p * PANEL < PANEL ? down.n - p * PANEL : PANEL;
       const word* ahead = nullptr;
       if (next >= 0)
         ahead = bundle.down(slot_words(segments[size_t(next / columns)].slot)).panel(next % columns);
-      rows_by_panel<T>(middle, s.begin, s.end, down.panel(p), width, int(width / LANES),
-                       down.steps(), ahead, width * down.steps() * 4, [&](long r, const float* c) {
-                         store_row(out + r * bundle.hidden + p * PANEL, c, count);
-                       });
+      rows_by(middle, s.begin, s.end, down, p, down.panel(p), 0, int(width / LANES), ahead,
+              down.panel_words(p), [&](long r, const float* c) {
+                store_row(out + r * bundle.hidden + p * PANEL, c, count);
+              });
     });
   });
 }
@@ -270,10 +288,26 @@ void combine(const T* y, long hidden, const int64_t* index, const float* weights
 
 using namespace moeserve;
 
+namespace {
+
+// Hands `use` the layout of a bundle by its format (api.h).
+template <class Use> void bundle_of(int format, long hidden, long inter, const Use& use) {
+  switch (format) {
+    case 0: return use(Bundle<float, float>{hidden, inter});
+    case BF16_FORMAT: return use(Bundle<bf16, bf16>{hidden, inter});
+    case FP8_FORMAT: return use(Bundle<float, e4m3>{hidden, inter});
+    default: return use(Bundle<bf16, e4m3>{hidden, inter});
+  }
+}
+
+}  // namespace
+
 extern "C" {
 
-int64_t ms_bundle_bytes(int64_t hidden, int64_t inter, int is_bf16) {
-  return 4 * (is_bf16 ? Bundle<bf16>{hidden, inter}.words() : Bundle<float>{hidden, inter}.words());
+int64_t ms_bundle_bytes(int64_t hidden, int64_t inter, int format) {
+  int64_t bytes = 0;
+  bundle_of(format, hidden, inter, [&](const auto& bundle) { bytes = 4 * bundle.words(); });
+  return bytes;
 }
 
 // gate, up [inter, hidden] and down [hidden, inter] row-major, to or from one bundle.
@@ -287,33 +321,43 @@ void ms_store_expert(const void* gate, const void* up, const void* down, int64_t
   is_bf16 ? run(static_cast<const bf16*>(gate)) : run(static_cast<const float*>(gate));
 }
 
-void ms_fetch_expert(const void* slot, int64_t hidden, int64_t inter, int is_bf16, void* gate,
-                     void* up, void* down) {
-  auto run = [&](auto* typed) {
-    using T = std::remove_pointer_t<decltype(typed)>;
-    fetch_expert<T>(static_cast<const word*>(slot), {hidden, inter}, typed, static_cast<T*>(up),
-                    static_cast<T*>(down));
+// The same in e4m3, each with its scales [panels, ceil(columns / 128)].
+void ms_fp8_store_expert(const void* gate, const float* gate_scales, const void* up,
+                         const float* up_scales, const void* down, const float* down_scales,
+                         int64_t hidden, int64_t inter, int format, void* slot) {
+  auto matrix = [](const void* values, const float* scales) {
+    return Fp8Matrix{static_cast<const uint8_t*>(values), scales};
   };
-  is_bf16 ? run(static_cast<bf16*>(gate)) : run(static_cast<float*>(gate));
+  Fp8Matrix g = matrix(gate, gate_scales), u = matrix(up, up_scales), d = matrix(down, down_scales);
+  if (format & BF16_FORMAT)
+    store_expert<bf16>(g, u, d, {hidden, inter}, static_cast<word*>(slot));
+  else
+    store_expert<float>(g, u, d, {hidden, inter}, static_cast<word*>(slot));
+}
+
+void ms_fetch_expert(const void* slot, int64_t hidden, int64_t inter, int format, void* gate,
+                     void* up, void* down) {
+  bundle_of(format, hidden, inter, [&](const auto& bundle) {
+    using T = typename std::decay_t<decltype(bundle)>::Row;
+    fetch_expert(static_cast<const word*>(slot), bundle, static_cast<T*>(gate),
+                 static_cast<T*>(up), static_cast<T*>(down));
+  });
 }
 
 int ms_experts(const void* x, int64_t x_rows, int64_t x_stride, const int32_t* pair_rows,
                int64_t pairs, const int32_t* offsets, const void* weights, int64_t slots,
-               int64_t hidden, int64_t inter, int is_bf16, void* out, int threads) {
+               int64_t hidden, int64_t inter, int format, void* out, int threads) {
   for (int64_t i = 0; i < slots; i++)
     if (offsets[i] > offsets[i + 1]) return 1;
   if (offsets[0] != 0 || offsets[slots] != pairs) return 1;
   for (int64_t i = 0; i < pairs; i++)
     if (pair_rows[i] < 0 || pair_rows[i] >= x_rows) return 2;
   if (pairs == 0) return 0;
-  if (is_bf16)
-    experts(static_cast<const bf16*>(x), x_rows, x_stride, pair_rows, offsets,
-            static_cast<const word*>(weights), slots, Bundle<bf16>{hidden, inter},
-            static_cast<bf16*>(out), threads);
-  else
-    experts(static_cast<const float*>(x), x_rows, x_stride, pair_rows, offsets,
-            static_cast<const word*>(weights), slots, Bundle<float>{hidden, inter},
-            static_cast<float*>(out), threads);
+  bundle_of(format, hidden, inter, [&](const auto& bundle) {
+    using T = typename std::decay_t<decltype(bundle)>::Row;
+    experts(static_cast<const T*>(x), x_rows, x_stride, pair_rows, offsets,
+            static_cast<const word*>(weights), slots, bundle, static_cast<T*>(out), threads);
+  });
   return 0;
 }
 

@@ -1,6 +1,6 @@
 // What dense MLPs and experts share: silu(gate) * up of one panel, and how rows are blocked.
 #pragma once
-#include "gemm.h"
+#include "fp8.h"
 
 namespace moeserve {
 
@@ -22,22 +22,22 @@ template <class T> void activate_row(T* out, const float* gate, const float* up,
   }
 }
 
-// hidden[r, 0 .. count - 1] for the rows of one panel pair, both `width` wide; `gate` is scratch of
-// [rows, PANEL]. `next` is the panel to fetch meanwhile (or null).
-template <class T>
-void gated_panel(const Rows<T>& x, long begin, long end, const word* gate_panel,
-                 const word* up_panel, long width, long steps, const word* next, float* gate,
-                 T* hidden, long hidden_stride, long count) {
+// hidden[r, 0 .. width - 1] for the rows of one panel pair, both as panel p of a weight of this
+// shape; `gate` is scratch of [rows, PANEL]. `next` is the panel to fetch meanwhile (or null).
+template <class T, class W>
+void gated_panel(const Rows<T>& x, long begin, long end, const Panels<T, W>& shape, long p,
+                 const word* gate_panel, const word* up_panel, const word* next, float* gate,
+                 T* hidden, long hidden_stride) {
+  long width = shape.width(p), words = shape.panel_words(p);
   int vectors = int(width / LANES);
-  long bytes = width * steps * 4;
-  rows_by_panel<T>(x, begin, end, gate_panel, width, vectors, steps, up_panel, bytes,
-                   [&](long r, const float* c) {
-                     std::memcpy(gate + (r - begin) * PANEL, c, size_t(width) * 4);
-                   });
-  rows_by_panel<T>(x, begin, end, up_panel, width, vectors, steps, next, bytes,
-                   [&](long r, const float* c) {
-                     activate_row(hidden + r * hidden_stride, gate + (r - begin) * PANEL, c, count);
-                   });
+  rows_by(x, begin, end, shape, p, gate_panel, 0, vectors, up_panel, words,
+          [&](long r, const float* c) {
+            std::memcpy(gate + (r - begin) * PANEL, c, size_t(width) * 4);
+          });
+  rows_by(x, begin, end, shape, p, up_panel, 0, vectors, next, words,
+          [&](long r, const float* c) {
+            activate_row(hidden + r * hidden_stride, gate + (r - begin) * PANEL, c, width);
+          });
 }
 
 }  // namespace moeserve

@@ -43,8 +43,8 @@ void any_tile(int rows, int vectors, const word* const* a_rows, long a_step, con
               long b_step, long steps, float* c, long c_stride, const float* row_scale,
               Ahead ahead);
 
-// A weight [N, K] in panels.
-template <class T> struct Panels {
+// A weight [N, K] in panels, for rows of T, stored as W (fp8.h has the other kind).
+template <class T, class W = T> struct Panels {
   const word* data;
   long n, k;
 
@@ -54,6 +54,7 @@ template <class T> struct Panels {
     long left = round_up(n, LANES) - panel * PANEL;
     return left < PANEL ? left : PANEL;
   }
+  long panel_words(long p) const { return width(p) * steps(); }
   const word* panel(long p) const { return data + p * PANEL * steps(); }
   long words() const { return steps() * round_up(n, LANES); }
 };
@@ -134,10 +135,19 @@ void rows_by_panel(const Rows<T>& x, long begin, long end, const word* b, long b
   }
 }
 
+// The same with panel `p` of a weight of this shape, which lies at `panel`.
+template <class T, class Emit>
+void rows_by(const Rows<T>& x, long begin, long end, const Panels<T>& shape, long p,
+             const word* panel, long column, int vectors, const word* next, long next_words,
+             Emit emit) {
+  rows_by_panel<T>(x, begin, end, panel + column, shape.width(p), vectors, shape.steps(), next,
+                   next_words * 4, emit);
+}
+
 // Columns begin .. end - 1 (any, at most PANEL of them) of a weight, for rows row0 .. row1 - 1 ->
 // emit(r, n0, count, float*): columns n0 .. n0 + count - 1 of row r.
-template <class T, class Emit>
-void rows_by_columns(const Rows<T>& x, long row0, long row1, const Panels<T>& w, long begin,
+template <class T, class W, class Emit>
+void rows_by_columns(const Rows<T>& x, long row0, long row1, const Panels<T, W>& w, long begin,
                      long end, Emit emit) {
   long at = begin;
   while (at < end) {
@@ -147,8 +157,8 @@ void rows_by_columns(const Rows<T>& x, long row0, long row1, const Panels<T>& w,
     int vectors = int(ceil_div(stop - panel * PANEL - first, LANES));
     long skip = at - (panel * PANEL + first);
     long count = stop - at;
-    rows_by_panel<T>(x, row0, row1, w.panel(panel) + first, width, vectors, w.steps(), nullptr, 0,
-                     [&](long r, const float* c) { emit(r, at, count, c + skip); });
+    rows_by(x, row0, row1, w, panel, w.panel(panel), first, vectors, nullptr, 0,
+            [&](long r, const float* c) { emit(r, at, count, c + skip); });
     at = stop;
   }
 }

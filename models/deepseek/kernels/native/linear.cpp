@@ -12,8 +12,8 @@
 namespace moeserve {
 namespace {
 
-template <class T, class Out>
-void linear(const T* x, long x_stride, long rows, const Panels<T>& w, Out* out, long out_stride,
+template <class T, class W, class Out>
+void linear(const T* x, long x_stride, long rows, const Panels<T, W>& w, Out* out, long out_stride,
             int threads) {
   static thread_local Scratch padding;
   x = padded_rows(x, rows, w.k, x_stride, padding);
@@ -29,20 +29,19 @@ void linear(const T* x, long x_stride, long rows, const Panels<T>& w, Out* out, 
       long end = begin + block < rows ? begin + block : rows;
       long width = w.width(p), count = w.n - p * PANEL < PANEL ? w.n - p * PANEL : PANEL;
       const word* ahead = next < 0 ? nullptr : w.panel(next % panels);
-      rows_by_panel<T>(in, begin, end, w.panel(p), width, int(width / LANES), w.steps(), ahead,
-                       w.width(next < 0 ? p : next % panels) * w.steps() * 4,
-                       [&](long r, const float* c) {
-                         store_row(out + r * out_stride + p * PANEL, c, count);
-                       });
+      rows_by(in, begin, end, w, p, w.panel(p), 0, int(width / LANES), ahead,
+              w.panel_words(next < 0 ? p : next % panels), [&](long r, const float* c) {
+                store_row(out + r * out_stride + p * PANEL, c, count);
+              });
     });
   });
 }
 
 // gate_up [2I, D]: gate's rows first. When I is a multiple of the panel width, gate and up columns
 // lie in panels of their own and stream; else columns are cut out of shared panels.
-template <class T>
-void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const Panels<T>& down,
-         T* out, int threads) {
+template <class T, class W, class V>
+void mlp(const T* x, long x_stride, long rows, const Panels<T, W>& gate_up,
+         const Panels<T, V>& down, T* out, int threads) {
   static thread_local Scratch padding, hidden_memory;
   long inter = gate_up.n / 2;
   x = padded_rows(x, rows, gate_up.k, x_stride, padding);
@@ -67,21 +66,21 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const P
       long end = begin + block < rows ? begin + block : rows;
       if (whole) {
         const word* ahead = next < 0 ? down.panel(0) : gate_up.panel(next % panels);
-        gated_panel<T>(in, begin, end, gate_up.panel(p), gate_up.panel(panels + p), PANEL,
-                       gate_up.steps(), ahead, gate, hidden + p * PANEL, stride, PANEL);
+        gated_panel(in, begin, end, gate_up, p, gate_up.panel(p), gate_up.panel(panels + p), ahead,
+                    gate, hidden + p * PANEL, stride);
         return;
       }
       long from = p * PANEL, to = from + PANEL < inter ? from + PANEL : inter;
-      rows_by_columns<T>(in, begin, end, gate_up, from, to,
-                         [&](long r, long n0, long count, const float* c) {
-                           store_row(gate + (r - begin) * PANEL + (n0 - from), c, count);
-                         });
-      rows_by_columns<T>(in, begin, end, gate_up, inter + from, inter + to,
-                         [&](long r, long n0, long count, const float* c) {
-                           n0 -= inter;
-                           activate_row(hidden + r * stride + n0,
-                                        gate + (r - begin) * PANEL + (n0 - from), c, count);
-                         });
+      rows_by_columns(in, begin, end, gate_up, from, to,
+                      [&](long r, long n0, long count, const float* c) {
+                        store_row(gate + (r - begin) * PANEL + (n0 - from), c, count);
+                      });
+      rows_by_columns(in, begin, end, gate_up, inter + from, inter + to,
+                      [&](long r, long n0, long count, const float* c) {
+                        n0 -= inter;
+                        activate_row(hidden + r * stride + n0,
+                                     gate + (r - begin) * PANEL + (n0 - from), c, count);
+                      });
       if (to == inter)
         for (long r = begin; r < end; r++)
           std::memset(hidden + r * stride + inter, 0, size_t(stride - inter) * sizeof(T));
@@ -93,10 +92,10 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T>& gate_up, const P
       long end = begin + down_block < rows ? begin + down_block : rows;
       long width = down.width(p), count = down.n - p * PANEL < PANEL ? down.n - p * PANEL : PANEL;
       const word* ahead = next < 0 ? nullptr : down.panel(next % columns);
-      rows_by_panel<T>(middle, begin, end, down.panel(p), width, int(width / LANES), down.steps(),
-                       ahead, width * down.steps() * 4, [&](long r, const float* c) {
-                         store_row(out + r * down.n + p * PANEL, c, count);
-                       });
+      rows_by(middle, begin, end, down, p, down.panel(p), 0, int(width / LANES), ahead,
+              down.panel_words(p), [&](long r, const float* c) {
+                store_row(out + r * down.n + p * PANEL, c, count);
+              });
     });
   });
 }
@@ -127,10 +126,10 @@ void per_head(const T* x, long t_stride, long h_stride, long rows, long heads, c
     for (long chunk = 0; chunk < chunks; chunk++) {
       long from = h * b + chunk * PANEL;
       long to = chunk + 1 == chunks ? (h + 1) * b : from + PANEL;
-      rows_by_columns<T>(in, 0, end - begin, w, from, to,
-                         [&](long r, long n0, long count, const float* c) {
-                           store_row(out + (begin + r) * w.n + n0, c, count);
-                         });
+      rows_by_columns(in, 0, end - begin, w, from, to,
+                      [&](long r, long n0, long count, const float* c) {
+                        store_row(out + (begin + r) * w.n + n0, c, count);
+                      });
     }
   });
 }
@@ -141,6 +140,19 @@ void per_head(const T* x, long t_stride, long h_stride, long rows, long heads, c
 using namespace moeserve;
 
 #define PANELS(T, data, n, k) Panels<T>{static_cast<const word*>(data), n, k}
+
+namespace {
+
+// Hands `use` a weight by its format (api.h).
+template <class T, class Use>
+void weight_of(int format, const void* data, long n, long k, const Use& use) {
+  if (format & FP8_FORMAT)
+    use(Panels<T, e4m3>{static_cast<const word*>(data), n, k});
+  else
+    use(PANELS(T, data, n, k));
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -166,38 +178,61 @@ void ms_pack(const void* weight, int64_t n, int64_t k, int is_bf16, void* out, i
     pack(static_cast<const float*>(weight), PANELS(float, out, n, k), threads);
 }
 
-void ms_unpack(const void* packed, int64_t n, int64_t k, int is_bf16, void* weight) {
-  if (is_bf16)
-    unpack(PANELS(bf16, packed, n, k), static_cast<bf16*>(weight));
-  else
-    unpack(PANELS(float, packed, n, k), static_cast<float*>(weight));
+void ms_unpack(const void* packed, int64_t n, int64_t k, int format, void* weight) {
+  auto run = [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    weight_of<T>(format, packed, n, k, [&](const auto& panels) { unpack(panels, typed); });
+  };
+  format & BF16_FORMAT ? run(static_cast<bf16*>(weight)) : run(static_cast<float*>(weight));
 }
 
-void ms_linear(const void* x, int64_t x_stride, int64_t rows, const void* w, int64_t n, int64_t k,
-               int is_bf16, void* out, int64_t out_stride, int out_bf16, int threads) {
-  if (is_bf16 && out_bf16)
-    linear(static_cast<const bf16*>(x), x_stride, rows, PANELS(bf16, w, n, k),
-           static_cast<bf16*>(out), out_stride, threads);
-  else if (is_bf16)
-    linear(static_cast<const bf16*>(x), x_stride, rows, PANELS(bf16, w, n, k),
-           static_cast<float*>(out), out_stride, threads);
-  else if (out_bf16)
-    linear(static_cast<const float*>(x), x_stride, rows, PANELS(float, w, n, k),
-           static_cast<bf16*>(out), out_stride, threads);
+int64_t ms_fp8_packed_bytes(int64_t n, int64_t k, int format) {
+  return 4 * (format & BF16_FORMAT ? Panels<bf16, e4m3>{nullptr, n, k}.words()
+                                   : Panels<float, e4m3>{nullptr, n, k}.words());
+}
+
+// weight [n, k] e4m3, row-major; scales [panels, ceil(k / 128)].
+void ms_fp8_pack(const void* weight, const float* scales, int64_t n, int64_t k, int format,
+                 void* out, int threads) {
+  auto run = [&](auto panels) {
+    pack(static_cast<const uint8_t*>(weight), scales, panels, threads);
+  };
+  if (format & BF16_FORMAT)
+    run(Panels<bf16, e4m3>{static_cast<const word*>(out), n, k});
   else
-    linear(static_cast<const float*>(x), x_stride, rows, PANELS(float, w, n, k),
-           static_cast<float*>(out), out_stride, threads);
+    run(Panels<float, e4m3>{static_cast<const word*>(out), n, k});
+}
+
+// Whether weights in e4m3 are no slower than dequantised ones.
+int ms_fp8_is_fast() { return USE_VBMI; }
+
+void ms_linear(const void* x, int64_t x_stride, int64_t rows, const void* w, int64_t n, int64_t k,
+               int format, void* out, int64_t out_stride, int out_bf16, int threads) {
+  auto run = [&](auto* typed) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    weight_of<T>(format, w, n, k, [&](const auto& weight) {
+      if (out_bf16)
+        linear(typed, x_stride, rows, weight, static_cast<bf16*>(out), out_stride, threads);
+      else
+        linear(typed, x_stride, rows, weight, static_cast<float*>(out), out_stride, threads);
+    });
+  };
+  format & BF16_FORMAT ? run(static_cast<const bf16*>(x)) : run(static_cast<const float*>(x));
 }
 
 void ms_mlp(const void* x, int64_t x_stride, int64_t rows, const void* gate_up, int64_t hidden,
-            int64_t inter, const void* down, int64_t out_features, int is_bf16, void* out,
-            int threads) {
-  if (is_bf16)
-    mlp(static_cast<const bf16*>(x), x_stride, rows, PANELS(bf16, gate_up, 2 * inter, hidden),
-        PANELS(bf16, down, out_features, inter), static_cast<bf16*>(out), threads);
-  else
-    mlp(static_cast<const float*>(x), x_stride, rows, PANELS(float, gate_up, 2 * inter, hidden),
-        PANELS(float, down, out_features, inter), static_cast<float*>(out), threads);
+            int64_t inter, int gate_up_format, const void* down, int64_t out_features,
+            int down_format, void* out, int threads) {
+  auto run = [&](auto* typed) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    weight_of<T>(gate_up_format, gate_up, 2 * inter, hidden, [&](const auto& first) {
+      weight_of<T>(down_format, down, out_features, inter, [&](const auto& second) {
+        mlp(typed, x_stride, rows, first, second, static_cast<T*>(out), threads);
+      });
+    });
+  };
+  gate_up_format & BF16_FORMAT ? run(static_cast<const bf16*>(x))
+                               : run(static_cast<const float*>(x));
 }
 
 void ms_per_head(const void* x, int64_t t_stride, int64_t h_stride, int64_t rows, int64_t heads,

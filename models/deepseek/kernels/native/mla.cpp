@@ -13,6 +13,7 @@ struct Mla {  // as in native_mla.py
   const float *q_a_norm, *kv_a_norm, *cos_sin;
   float scale, eps;
   int32_t is_bf16;
+  int32_t qkv_a_format, q_b_format, o_format;
 };
 
 }  // namespace
@@ -43,15 +44,16 @@ extern "C" int ms_mla(const Mla* m, const void* x, int64_t x_stride, int64_t row
   char* base = memory.get<char>(size_t(at));
   int bf16 = m->is_bf16;
 
-  ms_linear(x, x_stride, rows, m->qkv_a, joined_width, m->hidden, bf16, base + joined, joined_width,
+  ms_linear(x, x_stride, rows, m->qkv_a, joined_width, m->hidden, m->qkv_a_format,
+            base + joined, joined_width,
             bf16, threads);
   const char* q = base + joined;
   int64_t q_stride = joined_width;
   if (m->query_rank) {
     ms_rms_norm(q, joined_width, rows, m->query_rank, bf16, m->q_a_norm, m->eps, base + normed,
                 threads);
-    ms_linear(base + normed, m->query_rank, rows, m->q_b, queries, m->query_rank, bf16,
-              base + expanded, queries, bf16, threads);
+    ms_linear(base + normed, m->query_rank, rows, m->q_b, queries, m->query_rank,
+              m->q_b_format, base + expanded, queries, bf16, threads);
     q = base + expanded, q_stride = queries;
   }
   ms_rms_norm(base + joined + first * size, joined_width, rows, m->rank, bf16, m->kv_a_norm, m->eps,
@@ -76,7 +78,7 @@ extern "C" int ms_mla(const Mla* m, const void* x, int64_t x_stride, int64_t row
     return error;
   ms_per_head(base + attended, m->heads * m->rank, m->rank, rows, m->heads, m->w_uv,
               m->heads * m->value, m->rank, bf16, base + values, threads);
-  ms_linear(base + values, m->heads * m->value, rows, m->o, m->hidden, m->heads * m->value, bf16,
-            out, m->hidden, bf16, threads);
+  ms_linear(base + values, m->heads * m->value, rows, m->o, m->hidden, m->heads * m->value,
+            m->o_format, out, m->hidden, bf16, threads);
   return 0;
 }

@@ -1,6 +1,6 @@
 // Between a row-major weight [N, K] and its panels.
 #pragma once
-#include "gemm.h"
+#include "fp8.h"
 
 namespace moeserve {
 
@@ -37,6 +37,44 @@ template <class T> void pack(const T* weight, const Panels<T>& out, int threads)
 }
 
 template <class T> void unpack(const Panels<T>& packed, T* weight) {
+  for (long p = 0; p < packed.count(); p++) unpack_panel(packed.panel(p), packed, p, weight);
+}
+
+// -- in e4m3 -------------------------------------------------------------------------------
+
+// weight [n, k] row-major bytes, scales [panels, ceil(k / 128)].
+template <class T>
+void pack_panel(const uint8_t* weight, const float* scales, const Panels<T, e4m3>& shape, long p,
+                word* out) {
+  constexpr long per = per_word<T>();
+  long width = shape.width(p), n = shape.n, k = shape.k, count = ceil_div(k, SCALE_SPAN);
+  std::memset(out, 0, size_t(shape.panel_words(p)) * 4);
+  std::memcpy(out, scales + p * count, size_t(count) * 4);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(out) + Fp8Panel<T>::header_bytes(k);
+  for (long c = 0; c < width && p * PANEL + c < n; c++)
+    for (long i = 0; i < k; i++) {
+      long value = (i / per * width + c) * per + i % per;
+      bytes[value / GROUP * GROUP + byte_of(value % GROUP)] = weight[(p * PANEL + c) * k + i];
+    }
+}
+
+template <class T>
+void pack(const uint8_t* weight, const float* scales, const Panels<T, e4m3>& out, int threads) {
+  parallel_items(threads, double(out.n) * double(out.k), out.count(), [&](long p) {
+    pack_panel(weight, scales, out, p, const_cast<word*>(out.panel(p)));
+  });
+}
+
+template <class T>
+void unpack_panel(const word* packed, const Panels<T, e4m3>& shape, long p, T* weight) {
+  static thread_local Scratch plain_memory;
+  Panels<T> plain{nullptr, shape.n, shape.k};
+  word* words = plain_memory.get<word>(size_t(plain.panel_words(p) + GROUP));
+  Fp8Panel<T>{packed, shape.width(p), shape.k}.decode(0, shape.steps(), words);
+  unpack_panel(words, plain, p, weight);
+}
+
+template <class T> void unpack(const Panels<T, e4m3>& packed, T* weight) {
   for (long p = 0; p < packed.count(); p++) unpack_panel(packed.panel(p), packed, p, weight);
 }
 
