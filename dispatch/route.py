@@ -22,8 +22,9 @@ class RoutingTable:
     """One layer of a placement on the device. Make it with `build`.
 
     slots [E + 1, R] int32: slots of each expert, padded by repeating none (-1); count [E + 1]
-    int32. The last row is the one that a masked id (-1) indexes: its only slot is -1.
-    is_identity: expert i lies in slot i, so that routing has nothing to do.
+    int32. The last row is the one that a masked id (-1) indexes: its only slot is -1. Empty slots
+    stand in no row, so that none is ever chosen; num_physical_experts and num_local_experts count
+    them. is_identity: expert i lies in slot i alone, so that routing has nothing to do.
     """
 
     slots: Tensor
@@ -43,7 +44,7 @@ class RoutingTable:
         count = torch.from_numpy(placement.replica_count[layer].copy())
         slots = torch.cat([slots, torch.full_like(slots[:1], -1)]).to(torch.int32)
         count = torch.cat([count, torch.ones_like(count[:1])]).to(torch.int32)
-        order = placement.physical_to_logical[layer]
+        where = placement.logical_to_physical[layer]
         return cls(
             slots=slots.to(device),
             count=count.to(device),
@@ -52,7 +53,8 @@ class RoutingTable:
             num_local_experts=placement.num_local_experts,
             generation=placement.generation,
             is_identity=bool(
-                placement.num_redundant_experts == 0 and (order == range(len(order))).all()
+                (placement.replica_count[layer] == 1).all()
+                and (where[:, 0] == range(len(where))).all()
             ),
         )
 

@@ -19,7 +19,7 @@ from dispatch.base import CombineForm, DispatchConfig, Dispatcher, Layout, Recei
 from dispatch.permute import permute
 from dispatch.reference import ReferenceWorld
 from dispatch.route import RoutingTable, route, token_keys
-from ep.placement import ExpertPlacement
+from ep.placement import EMPTY, ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class CheckCase:
 def random_placement(
     num_experts: int, num_ranks: int, num_redundant: int, seed: int, generation: int = 0
 ) -> ExpertPlacement:
-    """One layer, slots in random order, random experts replicated."""
+    """One layer, slots in random order (the empty ones among them), random experts replicated."""
     rng = np.random.default_rng(seed)
     extra = rng.integers(0, num_experts, num_redundant)
-    row = rng.permutation(np.concatenate([np.arange(num_experts), extra]))
+    empty = np.full(-(num_experts + num_redundant) % num_ranks, EMPTY)
+    row = rng.permutation(np.concatenate([np.arange(num_experts), extra, empty]))
     return ExpertPlacement(row[None], num_experts, num_ranks, generation)
 
 
@@ -64,12 +65,14 @@ def make_case(
             ids[torch.rand(ids.shape, generator=g) < masked] = -1
         routed = route(ids, table, token_keys(rows, rank))
         if to_rank is not None:
-            local = placement.num_local_experts
-            start = torch.randint(0, local, (rows, 1), generator=g)
-            pick = torch.arange(top_k)[None] + start
-            routed = torch.where(
-                torch.arange(top_k) < local, pick % local + to_rank * local, -1
-            ).to(torch.int32)
+            held = placement.physical_to_logical[0]
+            hosting = [s for s in placement.slots_of(to_rank) if held[s] != EMPTY]
+            hosted = torch.tensor(hosting, dtype=torch.int32)
+            routed = torch.full((rows, top_k), -1, dtype=torch.int32)
+            width = min(top_k, len(hosted))
+            start = torch.randint(0, max(len(hosted), 1), (rows, 1), generator=g)
+            if width:
+                routed[:, :width] = hosted[(torch.arange(width)[None] + start) % len(hosted)]
         slots.append(routed)
         weights.append(torch.rand(rows, top_k, generator=g))
     return CheckCase(xs, slots, weights, placement)

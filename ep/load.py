@@ -83,19 +83,22 @@ class LoadWindow:
 
 def load_of_ranks(totals: ArrayLike, placement: ExpertPlacement) -> FloatArray:
     """totals [L, E] -> [L, G]: tokens a rank computes if each expert's are split evenly over its
-    replicas (what `dispatch.route` does)."""
+    replicas (what `dispatch.route` does). Empty slots compute nothing."""
     loads = np.asarray(totals, dtype=np.float64)
     expected = (placement.num_layers, placement.num_logical_experts)
     if loads.shape != expected:
         raise ValueError(f"totals {loads.shape}: must be {expected} [layers, experts]")
     share = loads / placement.replica_count
+    # One column more, of zeros: what EMPTY (-1) indexes.
+    share = np.concatenate([share, np.zeros_like(share[:, :1])], axis=1)
     slots = np.take_along_axis(share, placement.physical_to_logical, axis=1)
     ranks: FloatArray = slots.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2)
     return ranks
 
 
 def balancedness(totals: ArrayLike, placement: ExpertPlacement) -> FloatArray:
-    """[L]: largest rank load / mean rank load; 1 is perfect, and what an idle layer counts as."""
+    """[L]: largest rank load / mean rank load; 1 is perfect, and what an idle layer counts as.
+    Ranks that host nothing count in the mean."""
     ranks = load_of_ranks(totals, placement)
     mean = ranks.mean(axis=1)
     out = np.ones(len(ranks))

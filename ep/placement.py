@@ -5,7 +5,9 @@ made, never changed after. Knows nothing of: loads, how a placement is chosen, w
 
 Shape letters: L layers that have experts (MTP layers last), E logical experts, P physical slots of
 all ranks, R largest number of replicas of an expert in any layer. Rank g owns the slots
-g * P / ranks ... (g + 1) * P / ranks - 1.
+g * P / ranks ... (g + 1) * P / ranks - 1: every rank has the same number of them. Where experts and
+copies do not divide by the ranks, some slots are empty (EMPTY in the table): they host nothing and
+no token goes there.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 
 IntArray = NDArray[np.int64]
 
+EMPTY = -1
+# More than any job has: what a damaged file says must not become memory for as many slots.
+_MAX_RANKS = 1 << 16
 _FORMAT = "moeserve-expert-placement"
 _VERSION = 1
 
@@ -31,40 +36,10 @@ class PlacementError(ValueError):
     """A placement that cannot be: names the field, the value and what would be valid."""
 
 
-def valid_redundant_experts(
-    num_experts: int, num_ranks: int, wanted: int
-) -> tuple[int | None, int]:
-    """The nearest numbers of redundant experts that divide evenly: at most `wanted` (None when
-    there is no such number), and above it."""
-    smallest = -num_experts % num_ranks
-    below = wanted - (wanted - smallest) % num_ranks
-    return (below if below >= 0 else None), (below + num_ranks)
-
-
-def check_divisible(num_experts: int, num_ranks: int, num_redundant: int) -> None:
-    """PlacementError unless num_experts + num_redundant slots divide by num_ranks."""
-    if num_experts < 1:
-        raise PlacementError(f"num_experts={num_experts}: must be at least 1")
-    if num_ranks < 1:
-        raise PlacementError(f"num_ranks={num_ranks}: must be at least 1")
-    if num_redundant < 0:
-        raise PlacementError(f"num_redundant={num_redundant}: must be at least 0")
-    total = num_experts + num_redundant
-    if total % num_ranks == 0:
-        return
-    below, above = valid_redundant_experts(num_experts, num_ranks, num_redundant)
-    valid = f"{above}" if below is None else f"{below} or {above}"
-    raise PlacementError(
-        f"num_redundant={num_redundant}: {num_experts} experts + {num_redundant} redundant = "
-        f"{total} slots do not divide by {num_ranks} ranks; nearest valid numbers of redundant "
-        "experts: "
-        f"{valid}" + ("" if below is not None else " (none below)")
-    )
-
-
 @dataclass(frozen=True)
 class PlacementDiff:
-    """The slots whose expert changes, in order of layer, then slot. Four arrays [M] int64."""
+    """The slots whose expert changes, in order of layer, then slot. Four arrays [M] int64; before
+    and after are EMPTY (-1) where a slot is filled or emptied."""
 
     layers: IntArray
     slots: IntArray
@@ -79,9 +54,9 @@ class PlacementDiff:
 class ExpertPlacement:
     """Make it with `trivial`, `from_physical_to_logical` or `load`.
 
-    physical_to_logical [L, P] int64: expert of each slot. num_logical_experts: E; each expert has a
-    slot in every layer. generation counts the placements of a run, so that ranks can agree on one.
-    Arrays are read-only.
+    physical_to_logical [L, P] int64: expert of each slot, or EMPTY (-1); P divides by num_ranks.
+    num_logical_experts: E; each expert has a slot in every layer. generation counts the placements
+    of a run, so that ranks can agree on one. Arrays are read-only.
     """
 
     physical_to_logical: IntArray
@@ -92,21 +67,26 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         table = _as_table(self.physical_to_logical)
         experts, ranks = self.num_logical_experts, self.num_ranks
-        if self.generation < 0:
-            raise PlacementError(f"generation={self.generation}: must be at least 0")
+        _at_least("generation", self.generation, 0)
+        _at_least("num_experts", experts, 1)
+        _check_ranks(ranks)
         slots = table.shape[1]
         if slots < experts:
             raise PlacementError(
                 f"physical_to_logical: {slots} slots cannot hold {experts} experts; at least "
                 f"{experts} are needed"
             )
-        check_divisible(experts, ranks, slots - experts)
-        wrong = np.argwhere((table < 0) | (table >= experts))
+        if slots % ranks:
+            raise PlacementError(
+                f"physical_to_logical: {slots} slots do not divide by {ranks} ranks; "
+                f"{slots + -slots % ranks} would: mark those that shall be empty with {EMPTY}"
+            )
+        wrong = np.argwhere((table < EMPTY) | (table >= experts))
         if len(wrong):
             layer, slot = wrong[0]
             raise PlacementError(
                 f"physical_to_logical[{layer}, {slot}]={table[layer, slot]}: not an expert; valid "
-                f"are 0..{experts - 1} ({len(wrong)} such slots)"
+                f"are 0..{experts - 1} and {EMPTY} (empty) ({len(wrong)} such slots)"
             )
         counts = _count(table, experts)
         missing = np.argwhere(counts == 0)
@@ -133,16 +113,20 @@ class ExpertPlacement:
         num_redundant: int = 0,
         generation: int = 0,
     ) -> ExpertPlacement:
-        """Slot p holds expert p % E in every layer: experts in order, then copies in order.
+        """Experts in order, then copies in order, in every layer; any number of copies.
 
-        Copies of an expert lie E slots apart, so they are on different ranks unless a rank owns
-        more than E slots (and then some rank must hold two copies of something).
+        A rank has ceil((E + num_redundant) / num_ranks) slots; what is left over are empty slots,
+        one each at the ends of the last ranks. Copies of an expert lie E hosted slots apart, so
+        they are on different ranks unless a rank hosts more than E (and then some rank must hold
+        two copies of something). A rank beyond E + num_redundant hosts nothing.
         """
-        if num_layers < 1:
-            raise PlacementError(f"num_layers={num_layers}: must be at least 1")
-        check_divisible(num_experts, num_ranks, num_redundant)
+        _at_least("num_layers", num_layers, 1)
+        _at_least("num_experts", num_experts, 1)
+        _check_ranks(num_ranks)
+        _at_least("num_redundant", num_redundant, 0)
         row = np.arange(num_experts + num_redundant, dtype=np.int64) % num_experts
-        return cls(np.tile(row, (num_layers, 1)), num_experts, num_ranks, generation)
+        table = _spread(np.tile(row, (num_layers, 1)), num_ranks)
+        return cls(table, num_experts, num_ranks, generation)
 
     @classmethod
     def from_physical_to_logical(
@@ -152,9 +136,15 @@ class ExpertPlacement:
         num_experts: int | None = None,
         generation: int = 0,
     ) -> ExpertPlacement:
-        """A given table [L, P]. num_experts None: the largest id + 1."""
+        """A given table [L, P], -1 for empty slots. num_experts None: the largest id + 1.
+
+        A table whose columns do not divide by num_ranks gets empty slots as `trivial` does: one
+        each at the ends of the last ranks, which shifts the slots behind them.
+        """
         table = _as_table(physical_to_logical)
         experts = int(table.max()) + 1 if num_experts is None else num_experts
+        _check_ranks(num_ranks)
+        table = _spread(table, num_ranks)
         return cls(table, experts, num_ranks, generation)
 
     def with_generation(self, generation: int) -> ExpertPlacement:
@@ -170,15 +160,22 @@ class ExpertPlacement:
 
     @property
     def num_physical_experts(self) -> int:
+        """P: slots of all ranks in a layer, empty ones included."""
         return len(self.physical_to_logical[0])
 
     @property
+    def num_empty_slots(self) -> int:
+        """Slots of all ranks that host nothing, in the layer that has the fewest of them."""
+        return self.num_physical_experts - int(self.replica_count.sum(axis=1).max())
+
+    @property
     def num_redundant_experts(self) -> int:
-        return self.num_physical_experts - self.num_logical_experts
+        """Slots that host an expert, less E, in the layer that has the most of them."""
+        return self.num_physical_experts - self.num_empty_slots - self.num_logical_experts
 
     @property
     def num_local_experts(self) -> int:
-        """Slots of one rank."""
+        """Slots of one rank, the same for each; empty ones included."""
         return self.num_physical_experts // self.num_ranks
 
     @property
@@ -191,14 +188,16 @@ class ExpertPlacement:
     def logical_to_physical(self) -> IntArray:
         """[L, E, R] int64: slots of each expert, ascending, padded with -1."""
         table, counts = self.physical_to_logical, self.replica_count
-        layers, slots = table.shape
-        out = np.full((layers, self.num_logical_experts, int(counts.max())), -1, dtype=np.int64)
-        # A stable sort by expert keeps the slots of one expert ascending.
+        shape = (self.num_layers, self.num_logical_experts, int(counts.max()))
+        out = np.full(shape, -1, dtype=np.int64)
+        # A stable sort by expert keeps the slots of one expert ascending; empty ones come first.
         order = np.argsort(table, axis=1, kind="stable")
+        empty = table.shape[1] - counts.sum(axis=1, keepdims=True)
+        first = empty + np.cumsum(counts, axis=1) - counts
         experts = np.take_along_axis(table, order, axis=1)
-        first = np.cumsum(counts, axis=1) - counts
-        replica = np.arange(slots) - np.take_along_axis(first, experts, axis=1)
-        out[np.arange(layers)[:, None], experts, replica] = order
+        layer, place = np.nonzero(experts != EMPTY)
+        expert = experts[layer, place]
+        out[layer, expert, place - first[layer, expert]] = order[layer, place]
         out.flags.writeable = False
         return out
 
@@ -215,7 +214,7 @@ class ExpertPlacement:
         return slot // self.num_local_experts
 
     def experts_of(self, rank: int, layer: int) -> list[int]:
-        """The logical expert of each of the rank's slots, in slot order."""
+        """The logical expert of each of the rank's slots, in slot order; EMPTY (-1) for none."""
         if not 0 <= layer < self.num_layers:
             raise PlacementError(f"layer={layer}: valid are 0..{self.num_layers - 1}")
         slots = self.slots_of(rank)
@@ -250,8 +249,8 @@ class ExpertPlacement:
     def __repr__(self) -> str:
         return (
             f"ExpertPlacement(layers={self.num_layers}, experts={self.num_logical_experts}, "
-            f"redundant={self.num_redundant_experts}, ranks={self.num_ranks}, "
-            f"generation={self.generation})"
+            f"redundant={self.num_redundant_experts}, empty={self.num_empty_slots}, "
+            f"ranks={self.num_ranks}, generation={self.generation})"
         )
 
     # -- files -----------------------------------------------------------------------------
@@ -277,7 +276,8 @@ class ExpertPlacement:
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertPlacement:
-        """Read what `save` wrote. PlacementError for anything else, OSError if unreadable."""
+        """Read what `save` wrote, or others in its form (see `from_physical_to_logical`).
+        PlacementError for anything else, OSError if unreadable."""
         path = Path(path)
         head, table = _read(path)
         if head.get("format") != _FORMAT or head.get("version") != _VERSION:
@@ -292,9 +292,38 @@ class ExpertPlacement:
                 raise PlacementError(f"{path}: {name}={value!r}: must be an integer")
             numbers[name] = value
         try:
-            return cls(_as_table(table), **numbers)
+            return cls.from_physical_to_logical(
+                table,
+                numbers["num_ranks"],
+                numbers["num_logical_experts"],
+                numbers["generation"],
+            )
         except PlacementError as error:
             raise PlacementError(f"{path}: {error}") from error
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise PlacementError(f"{name}={value}: must be at least {least}")
+
+
+def _check_ranks(num_ranks: int) -> None:
+    if not 1 <= num_ranks <= _MAX_RANKS:
+        raise PlacementError(f"num_ranks={num_ranks}: valid are 1..{_MAX_RANKS}")
+
+
+def _spread(table: IntArray, ranks: int) -> IntArray:
+    """table [L, H] -> [L, P], P = ranks * ceil(H / ranks): its columns in order over the ranks,
+    one EMPTY at the end of each of the last P - H ranks (so that ranks differ by one at most)."""
+    layers, columns = table.shape
+    local = -(-columns // ranks)
+    missing = ranks * local - columns
+    place = np.arange(ranks * local).reshape(ranks, local)
+    hosting = np.ones((ranks, local), dtype=bool)
+    hosting[ranks - missing :, -1] = False
+    out = np.full((layers, ranks * local), EMPTY, dtype=np.int64)
+    out[:, place[hosting]] = table
+    return out
 
 
 def _as_table(value: ArrayLike) -> IntArray:
@@ -312,9 +341,9 @@ def _as_table(value: ArrayLike) -> IntArray:
 
 
 def _count(table: IntArray, experts: int) -> IntArray:
-    """[L, E] how often each expert occurs in each row of table [L, P]."""
+    """[L, E] how often each expert occurs in each row of table [L, P]; EMPTY is not counted."""
     layers = table.shape[0]
-    flat = (table + np.arange(layers)[:, None] * experts).ravel()
+    flat = (table + np.arange(layers)[:, None] * experts)[table != EMPTY]
     return np.bincount(flat, minlength=layers * experts).reshape(layers, experts).astype(np.int64)
 
 

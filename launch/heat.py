@@ -21,7 +21,8 @@ def level(count: int, mean: float) -> int:
 def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int) -> Any:
     """A line a row: a cell for each expert, a bar between ranks, the fullest against the mean.
 
-    num_ranks: how many equal parts the columns are cut into (the trivial placement).
+    num_ranks: how many parts the columns are cut into, as the trivial placement without copies
+    does: they differ by one column at most, the larger ones first.
     """
     from rich.text import Text
 
@@ -30,10 +31,11 @@ def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int) -> Any:
     for name, counts in rows:
         mean = sum(counts) / max(len(counts), 1)
         text.append(f"  {name:<{width}} ")
-        per_rank = max(1, len(counts) // num_ranks)
+        least, larger = divmod(len(counts), num_ranks)
+        starts = {rank * least + min(rank, larger) for rank in range(num_ranks)}
         wide = 2 if len(counts) <= 40 else 1
         for i, count in enumerate(counts):
-            if i % per_rank == 0:
+            if i in starts:
                 text.append("|", style="dim")
             step = level(count, mean)
             text.append(CELLS[step] * wide, style=f"color({COLOURS[step]}) on color(234)")

@@ -46,7 +46,7 @@ FLAGS = (
     ),
     Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
     Flag("parallel", "ep", "N", "Ranks the experts are sharded over (1)"),
-    Flag("parallel", "redundant_experts", "N", "Extra expert slots a layer, over all ranks (0)"),
+    Flag("parallel", "redundant_experts", "N", "Copies of experts a layer, over all ranks (0)"),
     Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
     Flag("parallel", "dispatch", "NAME", "How tokens travel (auto)"),
     Flag("cache", "block_size", "N", "Tokens a KV block (16)"),

@@ -183,6 +183,8 @@ def _info(
             "num_logical_experts": start.placement.num_logical_experts,
             "num_physical_experts": start.placement.num_physical_experts,
             "num_local_experts": start.placement.num_local_experts,
+            "num_redundant_experts": start.placement.num_redundant_experts,
+            "num_empty_slots": start.placement.num_empty_slots,
             "num_layers": start.placement.num_layers,
         },
         "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,

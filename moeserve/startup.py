@@ -103,6 +103,12 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
     if problems:
         return None
     notes.append(kernels.reason)
+    if placement.num_empty_slots:
+        hosted = placement.num_physical_experts - placement.num_empty_slots
+        notes.append(
+            f"placement: {hosted} experts and copies a layer leave {placement.num_empty_slots} of "
+            f"{placement.num_physical_experts} slots empty ({placement.num_local_experts} a rank)"
+        )
     fingerprint = checkpoint_fingerprint(folder)
     return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)
 
@@ -164,15 +170,13 @@ def _placement(
     layers = model.num_placement_layers(with_mtp)
     given = config.parallel.placement
     redundant = config.parallel.redundant_experts
+    if given is None:
+        ranks = config.parallel.ep
+        return ExpertPlacement.trivial(layers, model.n_routed_experts, ranks, redundant)
     try:
-        if given is None:
-            return ExpertPlacement.trivial(
-                layers, model.n_routed_experts, config.parallel.ep, redundant
-            )
         placement = ExpertPlacement.load(given)
     except PlacementError as error:
-        name = "redundant_experts" if given is None else f"placement={given}"
-        problems.append(f"parallel.{name}: {error}")
+        problems.append(f"parallel.placement={given}: {error}")
         return None
     except OSError as error:
         problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")

@@ -95,7 +95,7 @@ def cases_of(num_ranks: int, dtype: torch.dtype) -> list[tuple[DispatchConfig, C
     experts = 8
     cases = []
     for seed in range(3):
-        placement = random_placement(experts, num_ranks, num_ranks * (seed % 3), seed)
+        placement = random_placement(experts, num_ranks, (num_ranks + 1) * seed, seed)
         config = config_for(placement, dtype, hidden=5 + seed)
         some = [(7 * rank + 3 * seed) % 6 for rank in range(num_ranks)]
         one_busy = [0] * num_ranks
@@ -143,7 +143,7 @@ def test_equals_the_slow_twin(
 def test_any_work_equals_the_slow_twin(world: World, data: st.DataObject) -> None:
     num_ranks = data.draw(st.sampled_from([2, 3, 4, 8]))
     experts, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 10**6))
-    redundant = -experts % num_ranks + num_ranks * data.draw(st.integers(0, 3))
+    redundant = data.draw(st.integers(0, 25))
     placement = random_placement(experts, num_ranks, redundant, seed)
     top_k = data.draw(st.integers(1, min(4, experts)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
@@ -180,7 +180,7 @@ def test_pairs_come_home_bitwise_equal_for_every_degree_and_placement(world: Wor
     ids = torch.rand(total, experts, generator=g).argsort(1)[:, :4].int()
     weights = torch.rand(total, 4, generator=g)
     results = []
-    for num_ranks, redundant in ((1, 0), (1, 5), (2, 0), (2, 6), (4, 16), (8, 8)):
+    for num_ranks, redundant in ((1, 0), (1, 5), (2, 0), (2, 3), (3, 0), (4, 3), (4, 16), (8, 8)):
         placement = random_placement(experts, num_ranks, redundant, seed=num_ranks + redundant)
         slots = torch.tensor(
             [
@@ -412,9 +412,10 @@ def test_the_combine_hook_is_used(world: World) -> None:
     assert world(2, body) == [True, True]
 
 
-def wide(world: World, num_ranks: int, experts: int) -> None:
-    """One slot a rank, the ranks beyond the experts host copies; unequal work, idle ranks."""
-    placement = ExpertPlacement.trivial(1, experts, num_ranks, num_ranks - experts)
+def wide(world: World, num_ranks: int, experts: int, redundant: int) -> None:
+    """One slot a rank, the ranks beyond the experts host copies or nothing; unequal work, idle
+    ranks."""
+    placement = ExpertPlacement.trivial(1, experts, num_ranks, redundant)
     assert placement.num_local_experts == 1
     config = config_for(placement, hidden=4, top_k=8)
     case = make_case(config, placement, [rank % 3 for rank in range(num_ranks)], 0)
@@ -431,9 +432,13 @@ def wide(world: World, num_ranks: int, experts: int) -> None:
 
 
 def test_wide_64_ranks_with_16_redundant_hosts(world: World) -> None:
-    wide(world, 64, 48)
+    wide(world, 64, 48, 16)
+
+
+def test_wide_64_ranks_of_which_10_host_nothing(world: World) -> None:
+    wide(world, 64, 48, 6)
 
 
 @pytest.mark.slow
 def test_wide_320_ranks_with_64_redundant_hosts(world: World) -> None:
-    wide(world, 320, 256)
+    wide(world, 320, 256, 64)

@@ -8,14 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch.route import RoutingTable, count_picks, local_slots, route, token_keys
-from ep.placement import ExpertPlacement
+from ep.placement import EMPTY, ExpertPlacement
 
 
-def random_placement(experts: int, ranks: int, copies: int, seed: int) -> ExpertPlacement:
+def random_placement(experts: int, ranks: int, redundant: int, seed: int) -> ExpertPlacement:
+    """Slots in any order, the empty ones among them."""
     rng = np.random.default_rng(seed)
-    redundant = -experts % ranks + ranks * copies
+    empty = np.full(-(experts + redundant) % ranks, EMPTY)
     rows = [
-        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, redundant)]))
+        rng.permutation(
+            np.concatenate([np.arange(experts), rng.integers(0, experts, redundant), empty])
+        )
         for _ in range(2)
     ]
     return ExpertPlacement.from_physical_to_logical(np.array(rows), ranks, experts)
@@ -31,8 +34,8 @@ def random_ids(tokens: int, top_k: int, experts: int, seed: int, masked: bool) -
 
 case = given(
     st.integers(2, 12),
-    st.integers(1, 4),
-    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(0, 13),
     st.integers(0, 20),
     st.integers(0, 10**6),
     st.booleans(),
@@ -42,9 +45,9 @@ case = given(
 @case
 @settings(max_examples=150, deadline=None)
 def test_exactly_one_owner_and_the_right_expert(
-    experts: int, ranks: int, copies: int, tokens: int, seed: int, masked: bool
+    experts: int, ranks: int, redundant: int, tokens: int, seed: int, masked: bool
 ) -> None:
-    p = random_placement(experts, ranks, copies, seed)
+    p = random_placement(experts, ranks, redundant, seed)
     ids = random_ids(tokens, 3, experts, seed, masked)
     for layer in range(p.num_layers):
         slots = route(ids, RoutingTable.build(p, layer))
@@ -62,9 +65,9 @@ def test_exactly_one_owner_and_the_right_expert(
 @case
 @settings(max_examples=60, deadline=None)
 def test_matches_the_rule_one_pick_at_a_time(
-    experts: int, ranks: int, copies: int, tokens: int, seed: int, masked: bool
+    experts: int, ranks: int, redundant: int, tokens: int, seed: int, masked: bool
 ) -> None:
-    p = random_placement(experts, ranks, copies, seed)
+    p = random_placement(experts, ranks, redundant, seed)
     ids = random_ids(tokens, 3, experts, seed, masked)
     keys = token_keys(tokens, home_rank=seed % 7)
     slots = route(ids, RoutingTable.build(p, 1), keys)
@@ -110,6 +113,16 @@ def test_without_redundancy() -> None:
     expected = torch.where(ids >= 0, ids ^ 1, -1)
     assert torch.equal(route(ids, table), expected)
     assert torch.equal(route(ids.long(), table), expected)
+
+
+def test_identity_is_of_the_slots_before_the_first_empty_one() -> None:
+    at_the_end = RoutingTable.build(ExpertPlacement.trivial(1, 5, 2), 0)
+    assert at_the_end.is_identity and at_the_end.num_physical_experts == 6
+    between = RoutingTable.build(ExpertPlacement.trivial(1, 4, 3), 0)  # 0 1 | 2 - | 3 -
+    assert not between.is_identity
+    ids = torch.tensor([[0, 1, -1], [2, 3, 0]], dtype=torch.int32)
+    assert route(ids, between).tolist() == [[0, 1, -1], [2, 4, 0]]
+    assert torch.equal(route(ids, at_the_end), ids)
 
 
 def test_picks_are_counted_on_logical_experts_without_the_masked() -> None:

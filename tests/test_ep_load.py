@@ -71,3 +71,22 @@ def test_load_of_ranks_splits_over_replicas() -> None:
     assert ranks.tolist() == [[4 + 3, 4 + 5]]
     assert balancedness([[8, 3, 5]], p).tolist() == [9 / 8]
     assert balancedness([[0, 0, 0]], p).tolist() == [1.0]
+
+
+def test_empty_slots_have_no_load() -> None:
+    p = ExpertPlacement.from_physical_to_logical([[0, 1, 0, -1, 2, -1]], 3)
+    assert load_of_ranks([[8, 3, 50]], p).tolist() == [[4 + 3, 4, 50]]
+    idle = ExpertPlacement.trivial(1, 2, 4)  # two ranks host nothing
+    assert load_of_ranks([[6, 2]], idle).tolist() == [[6, 2, 0, 0]]
+    assert balancedness([[6, 2]], idle).tolist() == [3.0]
+
+
+@given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 12), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_no_token_is_lost_between_ranks(
+    experts: int, ranks: int, redundant: int, seed: int
+) -> None:
+    p = ExpertPlacement.trivial(2, experts, ranks, redundant)
+    totals = np.random.default_rng(seed).integers(0, 50, (2, experts))
+    loads = load_of_ranks(totals, p)
+    assert loads.shape == (2, ranks) and np.allclose(loads.sum(axis=1), totals.sum(axis=1))

@@ -44,6 +44,8 @@ def test_heat_rows():
     text = heat_rows([("layer 1", [0, 4, 0, 0]), ("2", [1, 1, 1, 1])], 2).plain.splitlines()
     assert text[0] == "  layer 1 |  ██|    | 4.0x"
     assert text[1].startswith("  2       |") and text[1].endswith("| 1.0x")
+    uneven = heat_rows([("x", [1] * 7)], 3).plain
+    assert [len(part) // 2 for part in uneven.split("|")[1:-1]] == [3, 2, 2]
     assert "0.0x" in heat_rows([("none", [0, 0])], 1).plain
 
 

@@ -41,7 +41,7 @@ def test_all_problems_come_at_once_and_no_weight_is_read(
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     broken = config(
         random_checkpoint,
-        parallel={"ep": 3, "redundant_experts": 1, "dispatch": "pigeon"},
+        parallel={"ep": 3, "dispatch": "pigeon"},
         schedule={"max_model_len": 10**7},
     )
     with pytest.raises(ConfigError) as caught:
@@ -49,9 +49,8 @@ def test_all_problems_come_at_once_and_no_weight_is_read(
     text = "\n".join(caught.value.problems)
     assert "parallel.ep=3: this job has 1 ranks" in text
     assert "schedule.max_model_len=10000000" in text and "at most 2048" in text
-    assert "parallel.redundant_experts" in text and "nearest valid numbers" in text
     assert "parallel.dispatch='pigeon'" in text
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 3
 
 
 def test_each_kind_of_problem_names_its_setting(random_checkpoint: Path, tmp_path: Path) -> None:
@@ -96,6 +95,18 @@ def test_a_given_placement_must_fit_the_model(random_checkpoint: Path, tmp_path:
     settings = {"placement": tmp_path / "right.npz"}
     made = prepare(config(random_checkpoint, parallel=settings), SINGLE)
     assert made.placement.num_redundant_experts == 2
+
+
+def test_empty_slots_are_noted(random_checkpoint: Path, tmp_path: Path) -> None:
+    start = prepare(config(random_checkpoint), SINGLE)
+    assert not any("empty" in note for note in start.notes)
+    layers, experts = start.placement.num_layers, start.placement.num_logical_experts
+    table = np.tile([*range(experts), -1, 0, -1, 1], (layers, 1))
+    ExpertPlacement.from_physical_to_logical(table, 1, experts).save(tmp_path / "p.json")
+    settings = {"placement": tmp_path / "p.json", "redundant_experts": 2}
+    made = prepare(config(random_checkpoint, parallel=settings), SINGLE)
+    assert made.dispatch.num_physical_experts == experts + 4
+    assert any(f"leave 2 of {experts + 4} slots empty" in note for note in made.notes)
 
 
 def test_auto_becomes_a_value_and_is_noted(random_checkpoint: Path) -> None:

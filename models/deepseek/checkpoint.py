@@ -7,10 +7,11 @@ Knows nothing of kernels or of how weights lie in memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ep.placement import ExpertPlacement, PlacementError
+from ep.placement import EMPTY, ExpertPlacement, PlacementError
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
 from models.deepseek.fp8 import scale_shape
@@ -28,8 +29,9 @@ class LoadPlan:
     """What one rank will read. Bytes are payload bytes of the checkpoint.
 
     hosted: tensors of this rank (scales included) by name; read_bytes by kind; total_bytes their
-    sum; elements: parameters by kind, the physical copies of experts counted; notes: what is left
-    out on purpose, to be printed once.
+    sum; elements: parameters by kind, every slot for an expert counted, the empty ones too (none is
+    read for them, but there is room for one); notes: what is left out on purpose, to be printed
+    once.
     """
 
     index: SafetensorsIndex
@@ -49,8 +51,8 @@ class LoadPlan:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether any tensor of this rank is stored as FP8 blocks."""
-        return any(self.index.tensors[name].dtype == "F8_E4M3" for name in self.hosted)
+        """Whether any tensor, of whichever rank, is stored as FP8 blocks."""
+        return any(self.index.tensors[name].dtype == "F8_E4M3" for name in self.expected)
 
     def memory_bytes(self, itemsize: int) -> dict[str, int]:
         """Bytes in memory by kind when weights are held with this item size, FP8 dequantised.
@@ -249,19 +251,19 @@ def _hosted(
     read_bytes: dict[str, int] = {}
     elements: dict[str, int] = {}
     for item in expected.values():
+        size = math.prod(item.shape)
+        if item.expert == 0 and (empty := copies[item.row].get(EMPTY, 0)):
+            elements[item.kind] = elements.get(item.kind, 0) + empty * size
         times = copies[item.row].get(item.expert, 0) if item.expert >= 0 else 1
         if not times:
             continue
+        elements[item.kind] = elements.get(item.kind, 0) + times * size
         names = [item.name]
         if item.name + SCALE_SUFFIX in index.tensors:
             names.append(item.name + SCALE_SUFFIX)
         hosted += names
-        size = sum(index.tensors[n].nbytes for n in names)
-        read_bytes[item.kind] = read_bytes.get(item.kind, 0) + size
-        count = times
-        for n in item.shape:
-            count *= n
-        elements[item.kind] = elements.get(item.kind, 0) + count
+        nbytes = sum(index.tensors[n].nbytes for n in names)
+        read_bytes[item.kind] = read_bytes.get(item.kind, 0) + nbytes
     return frozenset(hosted), read_bytes, elements
 
 

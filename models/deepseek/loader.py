@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ep.placement import EMPTY
 from models.deepseek.checkpoint import LoadPlan
 from models.deepseek.errors import CheckpointError
 from models.deepseek.fp8 import Fp8Rows, dequantise_weight, scale_to_float
@@ -214,13 +215,14 @@ class WeightLoader:
             return parts
         row = placement_row(c, layer)
         local = self.plan.placement.experts_of(self.plan.rank, row)
-        names = [f"{p}mlp.experts.{expert}.{n}.weight" for expert in local for n in _EXPERT_PARTS]
+        slots: dict[int, list[int]] = {}
+        for slot, expert in enumerate(local):
+            if expert != EMPTY:
+                slots.setdefault(expert, []).append(slot)
+        names = [f"{p}mlp.experts.{expert}.{n}.weight" for expert in slots for n in _EXPERT_PARTS]
         stay = bool(names) and all(self._stays_fp8(name) for name in names)
         make = self.kernels.allocate_fp8_experts if stay else self.kernels.allocate_experts
         experts = make(len(local), c.hidden_size, c.moe_intermediate_size, self.dtype)
-        slots: dict[int, list[int]] = {}
-        for slot, expert in enumerate(local):
-            slots.setdefault(expert, []).append(slot)
         parts["stores"] = [
             pool.submit(self._store, f"{p}mlp.experts.{expert}.", experts, where, stay)
             for expert, where in slots.items()

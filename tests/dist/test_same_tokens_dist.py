@@ -36,14 +36,17 @@ from moeserve.scheduler import ScheduleLimits, Scheduler
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 96
-# Checkpoint, dtype, redundant experts: 0, 3 or as many as there are. 17 + 3 divide by 2 and by 4.
+# Checkpoint, dtype, redundant experts: 0, 3 or as many as there are. 16 + 3 and 32 + 3 divide by
+# neither 2 nor 4 (a slot is empty then), 17 + 3 by both.
 CASES = (
     ("v3", "float32", 0),
-    ("v3", "float32", 16),
+    ("v3", "float32", 3),
     ("v3", "bfloat16", 16),
     ("kimi", "float32", 3),
     ("kimi", "bfloat16", 3),
     ("bundled", "float32", 32),
+    ("bundled", "float32", 3),
+    ("bundled", "bfloat16", 3),
     ("bundled", "bfloat16", 0),
 )
 # Where request i of n runs, for R ranks: everywhere, all on one rank, most on the last one.
