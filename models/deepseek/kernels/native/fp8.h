@@ -177,9 +177,12 @@ constexpr int FUSED_ROWS = 4;        // of 64 columns: 4 x 4 sums beside tables 
 constexpr int FUSED_ROWS_HALF = 10;  // of 32 columns: 10 x 2
 
 #if USE_VBMI
-template <int ROWS, int GROUPS>
+constexpr long NEAR_BYTES = 8192;  // fetched ahead
+
+// Where KEEP, the words are stored as well, for the tiles of further rows.
+template <int ROWS, int GROUPS, bool KEEP = false>
 void fused_tile(const word* const* a, const uint8_t* bytes, long b_step, long steps,
-                const ByteTables& tables, float* c, long c_stride, bool begins, long ahead) {
+                const ByteTables& tables, float* c, long c_stride, bool begins, word* keep) {
   const ByteTables t = tables;
   F16 sum[ROWS][2 * GROUPS];
   for (int r = 0; r < ROWS; r++)
@@ -189,9 +192,11 @@ void fused_tile(const word* const* a, const uint8_t* bytes, long b_step, long st
     W16 right[2 * GROUPS];
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; g++) {
-      prefetch(bytes + ahead + g * GROUP);
+      prefetch(bytes + NEAR_BYTES + g * GROUP);
       t.decode(bytes + g * GROUP, right[2 * g].v, right[2 * g + 1].v);
     }
+    if (KEEP)
+      for (int v = 0; v < 2 * GROUPS; v++) store_words(keep + (i * 2 * GROUPS + v) * LANES, right[v]);
 #pragma GCC unroll 10
     for (int r = 0; r < ROWS; r++) {
       W16 left = broadcast_word(a[r] + i);
@@ -204,7 +209,7 @@ void fused_tile(const word* const* a, const uint8_t* bytes, long b_step, long st
 }
 
 using FusedTile = void (*)(const word* const*, const uint8_t*, long, long, const ByteTables&,
-                           float*, long, bool, long);
+                           float*, long, bool, word*);
 
 // A whole panel, 64 or 32 wide, at most FUSED_ROWS_HALF rows -> c [rows, width].
 inline void fused_panel(const word* const* rows, int count, const Fp8Panel<bf16>& panel, float* c) {
@@ -214,7 +219,6 @@ inline void fused_panel(const word* const* rows, int count, const Fp8Panel<bf16>
                                        fused_tile<4, 1>, fused_tile<5, 1>, fused_tile<6, 1>,
                                        fused_tile<7, 1>, fused_tile<8, 1>, fused_tile<9, 1>,
                                        fused_tile<10, 1>};
-  constexpr long NEAR_BYTES = 8192;
   const word* a[FUSED_ROWS_HALF];
   for (int r = 0; r < count; r++) a[r] = rows[r];
   const uint8_t* bytes = panel.bytes();
@@ -224,35 +228,48 @@ inline void fused_panel(const word* const* rows, int count, const Fp8Panel<bf16>
     long span = steps - k < Fp8Panel<bf16>::SPAN_STEPS ? steps - k : Fp8Panel<bf16>::SPAN_STEPS;
     ByteTables tables(panel.scales()[k / Fp8Panel<bf16>::SPAN_STEPS]);
     if (at_once) {
-      whole[count - 1](a, bytes, b_step, span, tables, c, panel.width, k == 0, NEAR_BYTES);
+      whole[count - 1](a, bytes, b_step, span, tables, c, panel.width, k == 0, nullptr);
     } else {
       for (long column = 0; column < panel.width; column += 32)
         half[count - 1](a, bytes + 2 * column, b_step, span, tables, c + column, panel.width,
-                        k == 0, NEAR_BYTES);
+                        k == 0, nullptr);
     }
     bytes += span * b_step;
     for (int r = 0; r < count; r++) a[r] += span;
   }
 }
+
+// Four rows by steps from .. from + count - 1 of a panel 64 wide; `keep` gets the words of these.
+inline void fused_head(const word* const* rows, const Fp8Panel<bf16>& panel, long from, long count,
+                       float* c, word* keep) {
+  constexpr long SPAN = Fp8Panel<bf16>::SPAN_STEPS, STEP = 2 * PANEL;
+  for (long at = from; at < from + count; at += SPAN) {
+    const word* a[FUSED_ROWS];
+    for (int r = 0; r < FUSED_ROWS; r++) a[r] = rows[r] + at;
+    fused_tile<FUSED_ROWS, 2, true>(a, panel.bytes() + at * STEP, STEP,
+                                    from + count - at < SPAN ? from + count - at : SPAN,
+                                    ByteTables(panel.scales()[at / SPAN]), c, PANEL, at == 0,
+                                    keep + (at - from) * PANEL);
+  }
+}
 #endif
 
-// As rows_by_panel (gemm.h), run by run. Few rows are bound by memory: the next run is fetched
-// while this one is multiplied. With many rows a run is as long as fits the second-level cache,
-// since all sums are stored and loaded again between two runs.
+// As rows_by_panel (gemm.h), run by run: a run is decoded, multiplied and the next one fetched
+// meanwhile. Between two runs all sums are stored and loaded again, which costs more than words in
+// the second-level cache (LONG runs) as soon as there are several tiles.
 template <class T, class Emit>
 void rows_by_fp8_panel(const Rows<T>& x, long begin, long end, const Fp8Panel<T>& panel, long first,
                        int vectors, const word* next, Emit emit) {
   static const float ones[MAX_ROWS_NARROW] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-  constexpr long SHORT = Fp8Panel<T>::SPAN_STEPS, LONG = 8 * SHORT;
+  constexpr long SHORT = Fp8Panel<T>::SPAN_STEPS, LONG = 512;
   static thread_local Scratch value_memory, sum_memory;
-  long limit = row_limit(vectors), tiles = ceil_div(end - begin, limit), stride = vectors * LANES;
-  long steps = ceil_div(panel.k, per_word<T>()), run = tiles <= 4 ? SHORT : LONG;
-  word* values = value_memory.get<word>(size_t(run * panel.width + GROUP));
+  long limit = row_limit(vectors), stride = vectors * LANES;
   float* sums = sum_memory.get<float>(size_t((end - begin) * stride));
-  long run_bytes = run * panel.width * per_word<T>();
   const word* a[MAX_ROWS_NARROW];
+  bool head = false;  // the first four rows are multiplied while words are decoded for the others
 #if USE_VBMI
   if constexpr (per_word<T>() == 2) {
+    head = first == 0 && vectors * LANES == PANEL;
     if (end - begin <= FUSED_ROWS_HALF && first == 0 && vectors * LANES == panel.width &&
         panel.width % 32 == 0) {
       for (long r = begin; r < end; r++) a[r - begin] = x.at(r);
@@ -262,14 +279,26 @@ void rows_by_fp8_panel(const Rows<T>& x, long begin, long end, const Fp8Panel<T>
     }
   }
 #endif
+  long tiles = ceil_div(end - begin - (head ? FUSED_ROWS : 0), limit);
+  long steps = ceil_div(panel.k, per_word<T>()), run = head || tiles > 2 ? LONG : SHORT;
+  long run_bytes = run * panel.width * per_word<T>();
+  word* values = value_memory.get<word>(size_t(run * panel.width + GROUP));
   for (long k = 0; k < steps; k += run) {
     long count = steps - k < run ? steps - k : run, chunks = ceil_div(count, CHUNK);
-    panel.decode(k, count, values);
+    long row = begin;
+#if USE_VBMI
+    if constexpr (per_word<T>() == 2)
+      if (head) {
+        for (int r = 0; r < FUSED_ROWS; r++) a[r] = x.at(begin + r);
+        fused_head(a, panel, k, count, sums, values);
+        row += FUSED_ROWS;
+      }
+#endif
+    if (!head) panel.decode(k, count, values);
     const char* at = reinterpret_cast<const char*>(panel.bytes()) + k * panel.width * per_word<T>();
     Ahead ahead{at + run_bytes, ceil_div(run_bytes / 64, chunks * tiles)};
     if (k + run >= steps) ahead.at = reinterpret_cast<const char*>(next);
-    if (!ahead.at) ahead.lines = 0;
-    long row = begin;
+    if (!ahead.at || (head && k + run < steps)) ahead.lines = 0;  // the head fetches by itself
     for (long t = 0; t < tiles; t++) {
       int rows = int((end - row) / (tiles - t));
       for (int r = 0; r < rows; r++) a[r] = x.at(row + r) + k;
