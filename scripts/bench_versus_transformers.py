@@ -2,9 +2,10 @@
 
     python scripts/bench_versus_transformers.py CHECKPOINT [--batch 1,8,32] [--prefill 1024]
 
-Both models live in this process. For each batch size the two sides decode the same number of
-steps from the same prompts in turn (theirs, ours, theirs, ...), so that a slow minute of a shared
-machine hits both; quoted are medians of a step and the median of the paired ratios. Tokens are
+Each side has a process of its own, and only one of them works at a time. For each batch size the
+two decode the same number of steps from the same prompts in turn (theirs, ours, theirs, ...), so
+that a slow minute of a shared machine hits both; quoted are medians of a step and the median of the
+paired ratios. Tokens are
 random on both sides (ours are sampled at temperature 1, theirs drawn beforehand): greedy output of
 random weights repeats itself, and few experts would be read. The limit of decode is the bytes that
 a step must read (weights touched, counted from our own routing) over the read bandwidth measured
@@ -15,8 +16,8 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -93,9 +94,10 @@ class Ours:
 
 
 class Theirs:
-    def __init__(self, checkpoint: Path, dtype: str, experts: str) -> None:
+    def __init__(self, checkpoint: Path, dtype: str, threads: int, experts: str) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(threads)
         self.model = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=getattr(torch, dtype),
@@ -127,6 +129,35 @@ class Theirs:
     @torch.inference_mode()
     def prefill(self, ids: list[int]) -> float:
         return timed(lambda: self.model(torch.tensor([ids]), use_cache=True, logits_to_keep=1))
+
+
+class Elsewhere:
+    """`Theirs` in a process of its own: every method call goes through a pipe."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        process = context.Process(target=_serve, args=(other, arguments), daemon=True)
+        process.start()
+        self._pipe.recv()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._pipe.send((name, arguments))
+            return self._pipe.recv()
+
+        return call
+
+
+def _serve(pipe: Any, arguments: tuple[Any, ...]) -> None:
+    side = Theirs(*arguments)
+    pipe.send(None)
+    while True:
+        try:
+            name, values = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(side, name)(*values))
 
 
 def timed(call: Any) -> float:
@@ -212,7 +243,7 @@ def main() -> None:
     total = arguments.rounds * arguments.steps + 3
     tokens = max(batches) * (arguments.prompt_length + total + 32) + arguments.prefill + 64
     ours = Ours(arguments.checkpoint, arguments.dtype, arguments.threads, tokens)
-    theirs = Theirs(arguments.checkpoint, arguments.dtype, arguments.experts)
+    theirs = Elsewhere(arguments.checkpoint, arguments.dtype, arguments.threads, arguments.experts)
     config = ours.engine.runner.model.config
     result: dict[str, Any] = {
         "checkpoint": arguments.checkpoint.name,
@@ -245,8 +276,6 @@ def main() -> None:
             pair.theirs.append(statistics.median(theirs.decode(arguments.steps)))
             pair.ours.append(statistics.median(ours.decode(arguments.steps)))
         ours.drain()
-        theirs.state = None
-        gc.collect()
         them, us = statistics.median(pair.theirs), statistics.median(pair.ours)
         limit = batch / (needed / bandwidth)
         table.add_row(
