@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv, use_threads
+from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError
 
@@ -50,7 +51,6 @@ def generate(given: Given, ask: Ask) -> None:
     if config.parallel.ep == 1:
         use_threads(config.engine.threads, env)
     from moeserve.admission import check_sampling
-    from moeserve.llm import LLM
     from moeserve.request import SamplingParams
 
     sampling = SamplingParams(
@@ -62,8 +62,7 @@ def generate(given: Given, ask: Ask) -> None:
         ignore_eos=ask.ignore_eos,
     )
     check_sampling(sampling)  # before anything is loaded
-    checkpoint = config.model.checkpoint
-    with LLM(checkpoint, ep=config.parallel.ep, **flat_settings(config)) as llm:
+    with _open(config) as llm:
         asked = [_as_chat(llm, config, p) for p in prompts] if ask.chat else list(prompts)
         began = time.perf_counter()
         streams = not ask.as_json and len(prompts) == 1  # several would mix
@@ -84,6 +83,21 @@ def generate(given: Given, ask: Ask) -> None:
             print(f"moeserve: {output.error}", file=sys.stderr)
     if any(output.error is not None for output in outputs):
         raise SystemExit(1)
+
+
+def _open(config: ServeConfig) -> LLM:
+    """The LLM, its loading shown; a missing tokenizer is found before any weight is read."""
+    from moeserve.llm import LLM
+    from moeserve.tokenizer import Tokenizer
+
+    checkpoint, ep = config.model.checkpoint, config.parallel.ep
+    if checkpoint.is_dir():  # what else is wrong with it is told with all other problems
+        Tokenizer(checkpoint)
+    progress = open_progress(ep == 1)
+    try:
+        return LLM(checkpoint, ep=ep, progress=progress.update, **flat_settings(config))
+    finally:
+        progress.close()
 
 
 def _show(index: int, text: str) -> None:

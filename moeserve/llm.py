@@ -24,7 +24,7 @@ from moeserve.admission import check_request, typed_sampling
 from moeserve.config import ServeConfig
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
-from moeserve.llm_backends import Backend, LocalBackend, RanksBackend
+from moeserve.llm_backends import Backend, LocalBackend, Progress, RanksBackend
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from moeserve.tokenizer import Tokenizer
 
@@ -55,11 +55,19 @@ class LLM:
     """settings: any field of ServeConfig's sections by its own name (block_size=4, dtype="float32",
     redundant_experts=3, ...). ConfigError lists what is wrong with them or with the checkpoint.
 
-    ep > 1 starts that many processes by `python -m moeserve serve`; `close` (or leaving the with
-    block) stops them. Not thread-safe.
+    progress(stage, done bytes, total bytes) hears how loading goes with ep=1; ranks show it
+    themselves. ep > 1 starts that many processes by `python -m moeserve serve`; `close` (or
+    leaving the with block) stops them. Not thread-safe.
     """
 
-    def __init__(self, checkpoint: str | Path, *, ep: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        ep: int = 1,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
         self.config = config_from(checkpoint, ep, settings)
         self._names = itertools.count()
         self._no_tokenizer: ConfigError | None = None
@@ -69,7 +77,11 @@ class LLM:
         except ConfigError as error:  # token ids can still be continued
             self._no_tokenizer = error
         self._table = None if self.tokenizer is None else token_bytes(self.tokenizer)
-        self._backend: Backend = LocalBackend(self.config) if ep == 1 else RanksBackend(self.config)
+        self._backend: Backend
+        if ep == 1:
+            self._backend = LocalBackend(self.config, progress)
+        else:
+            self._backend = RanksBackend(self.config)
 
     def generate(
         self,

@@ -26,6 +26,7 @@ from moeserve.errors import ConfigError, EngineFailed, MoeserveError, RankDied
 from moeserve.request import FinishReason, Request, TokenOutput
 
 Deliver = Callable[[TokenOutput], bool]
+Progress = Callable[[str, int, int], None]  # (stage, done bytes, total bytes)
 STOP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -49,14 +50,14 @@ class Backend(Protocol):
 class LocalBackend:
     """One rank, stepped by the caller's thread."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, progress: Progress | None = None) -> None:
         import torch
 
         from moeserve.build import build_engine
 
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
-        self.engine = build_engine(config, EPGroup.single())
+        self.engine = build_engine(config, EPGroup.single(), progress or (lambda *_: None))
         self._closed = False
 
     @property

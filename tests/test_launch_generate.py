@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from launch.generate import Ask, flat_settings, read_prompts, report
+from launch.generate import Ask, flat_settings, generate, read_prompts, report
+from launch.settings import OFFLINE, Given
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
 from moeserve.llm import config_from
@@ -72,3 +75,22 @@ def test_report():
     assert "text" not in two and [o["text"] for o in two["outputs"]] == ["xxx", "x"]
     assert two["overall"]["tokens_per_second"] == 2.0
     assert two["outputs"][1]["timing"]["decode_tokens_per_second"] is None
+
+
+def given(checkpoint: Path) -> Given:
+    return Given(checkpoint, None, {"cache": {"kv_tokens": 256}}, OFFLINE)
+
+
+def test_loading_is_shown(random_checkpoint, capsys):
+    generate(given(random_checkpoint), ask("some text"))
+    out, err = capsys.readouterr()
+    assert "MB/s" in err and len(json.loads(out)["token_ids"]) == 8
+
+
+def test_a_missing_tokenizer_is_found_before_weights_are_read(random_checkpoint, tmp_path, capsys):
+    folder = tmp_path / "bare"
+    shutil.copytree(random_checkpoint, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        generate(given(folder), ask("some text"))
+    assert "weights" not in capsys.readouterr().err
