@@ -22,7 +22,9 @@ from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError, UnsupportedModel
 from models.deepseek.errors import ConfigError as ModelConfigError
-from models.deepseek.kernels.select import KernelChoice, create_kernels
+from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
+from models.deepseek.mla import attention_shape
 from models.deepseek.safetensors_index import SafetensorsIndex
 from moeserve.config import ServeConfig
 from moeserve.lockstep import agree_on, agree_on_problems
@@ -80,6 +82,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         return None
     notes: list[str] = []
     dtype = _dtype(config, model, folder, notes)
+    kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
     _check_lengths(config, model, dtype, with_mtp, problems)
     placement = _placement(config, model, group, with_mtp, problems)
@@ -118,6 +121,21 @@ def _kernels(config: ServeConfig, problems: list[str]) -> KernelChoice | None:
         return create_kernels(config.model.kernels)
     except Exception as error:  # a broken compiler may raise anything
         problems.append(f"model.kernels={config.model.kernels!r}: {error}")
+        return None
+
+
+def _fitting(
+    config: ServeConfig,
+    model: DeepSeekConfig,
+    dtype: torch.dtype,
+    kernels: KernelChoice | None,
+    problems: list[str],
+) -> KernelChoice | None:
+    name, shape = config.model.kernels, attention_shape(model)
+    try:
+        return kernels and fitting(kernels, name, shape, dtype, config.engine.deterministic)
+    except KernelsUnavailable as error:
+        problems.append(f"model.kernels={name!r}: {error}")
         return None
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from models.deepseek.kernels.base import GateSpec
+from models.deepseek.kernels.base import GateSpec, MlaShape
 from models.deepseek.kernels.build import SOURCES, build
 from models.deepseek.kernels.errors import KernelArgumentError, KernelsUnavailable
 from models.deepseek.kernels.native_kernels import NativeKernels
 from models.deepseek.kernels.native_library import load_library
-from models.deepseek.kernels.select import create_kernels
+from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.kernels.torch_kernels import TorchKernels
 from models.interface import ForwardBatch
 
@@ -53,7 +56,7 @@ def test_one_of_many_compiles_and_the_cache_serves_the_rest(fake_compiler) -> No
     calls = log.read_text().splitlines()
     assert len(calls) == len(list(SOURCES.glob("*.cpp"))) + 1  # each source, one link
     left = [p.name for p in found[0].path.parent.iterdir()]
-    assert sorted(left) == sorted([found[0].path.name, found[0].path.stem + ".lock"])
+    assert sorted(left) == sorted(found[0].path.stem + x for x in (".so", ".lock", ".sha256"))
 
 
 def test_flags_and_compiler_make_another_library(fake_compiler) -> None:  # type: ignore[no-untyped-def]
@@ -88,6 +91,95 @@ def test_a_library_that_is_none(fake_compiler) -> None:  # type: ignore[no-untyp
     fake_compiler()
     with pytest.raises(KernelsUnavailable, match="cannot be used"):
         load_library(build())
+
+
+def test_a_torn_library_is_compiled_anew(fake_compiler) -> None:  # type: ignore[no-untyped-def]
+    log = fake_compiler()
+    path = build().path
+    each = len(log.read_text().splitlines())
+    for damage in (b"", b"mad", None):  # emptied, torn, without its sum
+        path.write_bytes(damage) if damage is not None else path.with_suffix(".sha256").unlink()
+        log.write_text("")
+        assert build().path == path and path.read_text() == "made\n"
+        assert len(log.read_text().splitlines()) == each
+    log.write_text("")
+    build()
+    assert log.read_text() == ""
+
+
+def test_a_compiler_with_arguments(fake_compiler, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    log = fake_compiler()
+    monkeypatch.setenv("CXX", f"env 'A=x y' {os.environ['CXX']}")
+    assert build().compiler == "fake 1.0"
+    assert "-shared" in log.read_text()
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler found .tried CXX='g"):
+        build()
+
+
+@pytest.mark.parametrize("script", ["no program", "#!/bin/sh\nexit 0\n", "#!/absent/interpreter"])
+def test_whatever_the_compiler_is_there_is_a_fallback(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    choice = create_kernels("auto")
+    assert isinstance(choice.kernels, TorchKernels)
+    assert "no native: cannot compile" in choice.reason and "\n" not in choice.reason
+
+
+def test_a_user_without_a_name_or_a_home(
+    fake_compiler,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody(*_: object) -> None:
+        raise KeyError("uid not found")
+
+    fake_compiler()
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.chdir(tmp_path)  # an unresolved "~" would be a folder here
+    (tmp_path / "~").write_text("in the way")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert build().path.parent == tmp_path / f"moeserve-{os.getuid()}"
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "deterministic", "named"),
+    [
+        ({}, torch.bfloat16, False, None),
+        ({"rank": 7}, torch.float32, False, None),
+        ({"rank": 7}, torch.bfloat16, True, "kv_lora_rank + qk_rope_head_dim=11"),
+        ({"nope_dim": 5, "value_dim": 3}, torch.bfloat16, True, None),
+        ({"nope_dim": 5}, torch.bfloat16, False, "qk_nope_head_dim=5"),
+        ({"value_dim": 3}, torch.bfloat16, False, "v_head_dim=3"),
+        ({"rope_dim": 514}, torch.float32, True, "qk_rope_head_dim=514"),
+    ],
+)
+def test_models_that_native_cannot_compute(
+    native: NativeKernels,
+    change: dict[str, int],
+    dtype: torch.dtype,
+    deterministic: bool,
+    named: str | None,
+) -> None:
+    dims = {"num_heads": 2, "nope_dim": 4, "rope_dim": 4, "rank": 8, "value_dim": 4}
+    shape = MlaShape(**(dims | change), scale=1.0, norm_eps=1e-6)  # type: ignore[arg-type]
+    choice = KernelChoice(native, "kernels: native")
+    if named is None:
+        for name in ("auto", "native"):
+            assert fitting(choice, name, shape, dtype, deterministic) is choice
+        return
+    other = fitting(choice, "auto", shape, dtype, deterministic)
+    assert isinstance(other.kernels, TorchKernels)
+    assert named in other.reason and "slow" in other.reason
+    with pytest.raises(KernelsUnavailable, match=re.escape(named)):
+        fitting(choice, "native", shape, dtype, deterministic)
 
 
 def test_names() -> None:

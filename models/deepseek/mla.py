@@ -127,17 +127,7 @@ class Attention:
         """The whole layer as one kernel, made at its first use."""
         layer = self._whole.get(id(weights))
         if layer is None:
-            c = self.config
-            shape = MlaShape(
-                num_heads=c.num_attention_heads,
-                nope_dim=c.qk_nope_head_dim,
-                rope_dim=c.qk_rope_head_dim,
-                rank=c.kv_lora_rank,
-                value_dim=c.v_head_dim,
-                scale=c.softmax_scale,
-                norm_eps=c.latent_norm_eps,
-            )
-            layer = self.kernels.absorbed_mla(weights, shape, self.cos_sin)
+            layer = self.kernels.absorbed_mla(weights, attention_shape(self.config), self.cos_sin)
             self._whole[id(weights)] = layer
         return layer
 
@@ -158,3 +148,15 @@ class Attention:
         q = torch.cat((q_nope, q_rope), dim=-1)
         scale, v = self.config.softmax_scale, self.config.v_head_dim
         return self.kernels.naive_attention(q, layer, w.kv_b, batch, scale, v)
+
+
+def attention_shape(config: DeepSeekConfig) -> MlaShape:
+    return MlaShape(
+        num_heads=config.num_attention_heads,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        rank=config.kv_lora_rank,
+        value_dim=config.v_head_dim,
+        scale=config.softmax_scale,
+        norm_eps=config.latent_norm_eps,
+    )

@@ -119,6 +119,11 @@ class Kernels(Protocol):
     name: str
     fp8_is_fast: bool  # weights kept in e4m3 are no slower here than dequantised ones
 
+    def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+        """Why attention of this shape cannot be computed, known before any weight is read; None:
+        it can. Fast mode (not deterministic) attends by heads too (naive_attention)."""
+        ...
+
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight: ...
 

@@ -7,10 +7,10 @@ moment: one compiles, the others wait, and a finished library appears under its 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,10 +36,17 @@ class Library:
 def build(defines: tuple[str, ...] = ()) -> Library:
     """The library for this machine, compiled if the cache has none. `defines` as in native/simd.h.
 
-    Raises KernelsUnavailable with the compiler's message.
+    Raises KernelsUnavailable with the compiler's message, or the system's.
     """
+    try:
+        return _build(defines)
+    except OSError as error:  # no room, no temporary folder, a compiler that is no program
+        raise KernelsUnavailable(f"cannot compile: {error}") from error
+
+
+def _build(defines: tuple[str, ...]) -> Library:
     compiler = _find_compiler()
-    version = _run([compiler, "--version"]).splitlines()[0]
+    version = next(iter(_run([*compiler, "--version"]).splitlines()), "unnamed compiler")
     machine_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = [*FLAGS, machine_flag, *(f"-D{name}" for name in defines)]
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -47,17 +54,19 @@ def build(defines: tuple[str, ...] = ()) -> Library:
         raise KernelsUnavailable(f"no sources in {SOURCES.name}/: the installation is incomplete")
     path = _cache_folder() / f"kernels-{_key(version, flags)}.so"
     with _lock(path.with_suffix(".lock")):
-        if not path.exists():
+        if not _is_whole(path):
             _compile(compiler, sources, flags, path)
     return Library(path, version)
 
 
-def _find_compiler() -> str:
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
+def _find_compiler() -> list[str]:
+    """The compiler and the arguments that CXX gives it (`ccache g++`)."""
+    asked = os.environ.get("CXX", "").strip()
+    with contextlib.suppress(ValueError):  # quotes that do not close
+        for name, *arguments in [shlex.split(asked)] if asked else [[x] for x in COMPILERS]:
+            found = shutil.which(name)
+            if found:
+                return [found, *arguments]
     tried = f"CXX={asked}" if asked else ", ".join(COMPILERS)
     raise KernelsUnavailable(f"no C++ compiler found (tried {tried}); install g++ or set CXX")
 
@@ -82,9 +91,10 @@ def _processor() -> str:
 
 def _cache_folder() -> Path:
     """$XDG_CACHE_HOME or ~/.cache; where neither can be written, a private temporary folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    wanted = (Path(base) if base else Path.home() / ".cache") / "moeserve"
-    for folder in (wanted, Path(tempfile.gettempdir()) / f"moeserve-{getpass.getuser()}"):
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    wanted = Path(base).absolute() / "moeserve"
+    # By number: a container's user may have no name.
+    for folder in (wanted, Path(tempfile.gettempdir()) / f"moeserve-{os.getuid()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
@@ -106,12 +116,24 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, sources: list[Path], flags: list[str], path: Path) -> None:
+def _is_whole(path: Path) -> bool:
+    """Whether the cached library is what was written: to load a torn one may end the process."""
+    try:
+        return path.with_suffix(".sha256").read_text() == _digest(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(compiler: list[str], sources: list[Path], flags: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         running = [
             subprocess.Popen(
-                [compiler, *flags, "-c", str(source), "-o", str(target)],
+                [*compiler, *flags, "-c", str(source), "-o", str(target)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -121,9 +143,10 @@ def _compile(compiler: str, sources: list[Path], flags: list[str], path: Path) -
         outputs = [process.communicate()[0] for process in running]
         for process, output in zip(running, outputs, strict=True):
             if process.returncode != 0:
-                raise KernelsUnavailable(f"{Path(compiler).name} failed: {_gist(output)}")
+                raise KernelsUnavailable(f"{Path(compiler[0]).name} failed: {_gist(output)}")
         made = Path(folder) / "kernels.so"
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+        path.with_suffix(".sha256").write_text(_digest(made))
         os.replace(made, path)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.base import GateSpec
+from models.deepseek.kernels.base import GateSpec, MlaShape
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.interface import ForwardBatch
+
+MAX_ROPE_DIM = 512
 
 
 def foreign_weight(weight: object) -> KernelArgumentError:
@@ -57,6 +59,21 @@ def positions_of(positions: Tensor, num_rows: int) -> Tensor:
 def check_even(name: str, size: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and size % 2:
         raise KernelArgumentError(f"{name}={size}: must be even in bfloat16")
+
+
+def attention_misfit(shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+    """What the attention calls would refuse of this model, in the words of its config."""
+    if shape.rope_dim > MAX_ROPE_DIM:
+        return f"qk_rope_head_dim={shape.rope_dim}: at most {MAX_ROPE_DIM}"
+    sizes = [("kv_lora_rank + qk_rope_head_dim", shape.rank + shape.rope_dim)]
+    if not deterministic:
+        sizes += [("qk_nope_head_dim", shape.nope_dim), ("v_head_dim", shape.value_dim)]
+    try:
+        for name, size in sizes:
+            check_even(name, size, dtype)
+    except KernelArgumentError as error:
+        return str(error)
+    return None
 
 
 def check_gate(spec: GateSpec, num_experts: int) -> None:

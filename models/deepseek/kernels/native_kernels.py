@@ -26,6 +26,8 @@ from models.deepseek.kernels.base import (
 from models.deepseek.kernels.build import build
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.native_checks import (
+    MAX_ROPE_DIM,
+    attention_misfit,
     check_even,
     check_gate,
     contiguous,
@@ -49,7 +51,6 @@ from models.deepseek.kernels.native_weights import (
 from models.interface import ForwardBatch
 
 _threads = torch.get_num_threads
-MAX_ROPE_DIM = 512
 
 
 class NativeKernels:
@@ -61,6 +62,9 @@ class NativeKernels:
         self.description = self.library.description
         self.fp8_is_fast = bool(self.library.fp8_is_fast())
         self._last_batch: tuple[ForwardBatch, int, tuple[int, ...]] | None = None
+
+    def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+        return attention_misfit(shape, dtype, deterministic)
 
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> NativeLinearWeight:

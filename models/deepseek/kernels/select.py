@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from models.deepseek.kernels.base import Kernels
+import torch
+
+from models.deepseek.kernels.base import Kernels, MlaShape
 from models.deepseek.kernels.errors import KernelsUnavailable
 
 NAMES = ("auto", "native", "torch")
@@ -37,6 +39,21 @@ def create_kernels(name: str = "auto") -> KernelChoice:
             raise
         first_line = str(error).splitlines()[0]
         return KernelChoice(_torch(), f"kernels: torch, slow (no native: {first_line})")
+
+
+def fitting(
+    choice: KernelChoice, name: str, shape: MlaShape, dtype: torch.dtype, deterministic: bool
+) -> KernelChoice:
+    """The choice made for `name`, or torch where "auto" chose what cannot compute this model.
+
+    Raises KernelsUnavailable when "native" is asked for and cannot.
+    """
+    misfit = choice.kernels.misfit(shape, dtype, deterministic)
+    if misfit is None:
+        return choice
+    if name != "auto":
+        raise KernelsUnavailable(f"{misfit}; kernels=torch or dtype=float32 can")
+    return KernelChoice(_torch(), f"kernels: torch, slow (native cannot: {misfit})")
 
 
 def _torch() -> Kernels:

@@ -173,6 +173,9 @@ class TorchKernels:
     name = "torch"
     fp8_is_fast = False
 
+    def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+        return None
+
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> TorchLinearWeight:
         return TorchLinearWeight(weight.detach().to(dtype).contiguous())
