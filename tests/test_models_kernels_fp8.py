@@ -231,7 +231,6 @@ def test_half_split_rope_moves_rows_and_scales_alike(either: Kernels, tmp_path: 
     assert torch.equal(kept, plain)
 
 
-@pytest.mark.skipif(not (TINY / "config.json").is_file(), reason="no bundled checkpoint")
 def test_the_bundled_model(either: Kernels) -> None:
     kept, plain = (load(TINY, w, either) for w in ("fp8", "dequantised"))
     assert torch.equal(logits(kept), logits(plain))

@@ -141,8 +141,6 @@ def case(
 ) -> tuple[Engine, list[Request], Ran, Path, str]:
     name, dtype = request.param
     folder = checkpoints[name]
-    if not (folder / "config.json").is_file():
-        pytest.skip("the bundled checkpoint is not there")
     loaded = load(folder, dtype)
     asked = requests(loaded.runner.model.config.vocab_size, 40)
     return loaded, asked, serve(loaded, asked, together=False), folder, dtype
