@@ -47,6 +47,9 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A prompt from a file; - reads standard input")
     ] = None,
+    prompt_ids: Annotated[
+        list[str] | None, typer.Option(help="A prompt as token ids, such as 1,2,3")
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Put prompts through the chat template")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -54,6 +57,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0: all")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-text")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and N alternatives")
+    ] = None,
     json: Annotated[bool, typer.Option(help="One JSON object on stdout")] = False,
 ) -> None:
     """Continue prompts without a server (from --prompt, --prompt-file or standard input)."""
@@ -71,6 +77,8 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         as_json=json,
+        token_ids=tuple(prompt_ids or ()),
+        logprobs=logprobs,
     )
     run(given, ask)
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from launch.env import RankEnv, use_threads
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from moeserve.config import ServeConfig
     from moeserve.llm import LLM, RequestOutput
+    from moeserve.request import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Ask:
     stop: tuple[str, ...]
     ignore_eos: bool
     as_json: bool
+    token_ids: tuple[str, ...] = ()  # prompts as token ids, "1,2,3"; they need no tokenizer
+    logprobs: int | None = None
 
 
 def generate(given: Given, ask: Ask) -> None:
@@ -46,6 +49,7 @@ def generate(given: Given, ask: Ask) -> None:
     config = given.resolve()
     if config.model.chat_template is not None and not ask.chat:
         raise ConfigError(["model.chat_template is used with --chat only"])
+    ids = [read_ids(text) for text in ask.token_ids]
     prompts = read_prompts(ask)
     env = RankEnv.alone()
     if config.parallel.ep == 1:
@@ -60,12 +64,17 @@ def generate(given: Given, ask: Ask) -> None:
         max_tokens=ask.max_tokens,
         stop=ask.stop,
         ignore_eos=ask.ignore_eos,
+        logprobs=ask.logprobs,
     )
     check_sampling(sampling)  # before anything is loaded
-    with _open(config) as llm:
-        asked = [_as_chat(llm, config, p) for p in prompts] if ask.chat else list(prompts)
+    with _open(config, needs_text=bool(prompts or ask.stop)) as llm:
+        asked: list[str | list[int]] = [*prompts]
+        if ask.chat:
+            asked = [_as_chat(llm, config, p) for p in prompts]
+        asked += ids
+        prompts += [" ".join(map(str, x)) for x in ids]
         began = time.perf_counter()
-        streams = not ask.as_json and len(prompts) == 1  # several would mix
+        streams = not ask.as_json and len(asked) == 1  # several would mix
         show = _show if streams else None
         outputs = llm.generate(asked, sampling, on_text=show)
         seconds = time.perf_counter() - began
@@ -85,13 +94,15 @@ def generate(given: Given, ask: Ask) -> None:
         raise SystemExit(1)
 
 
-def _open(config: ServeConfig) -> LLM:
+def _open(config: ServeConfig, needs_text: bool) -> LLM:
     """The LLM, its loading shown; a missing tokenizer is found before any weight is read."""
     from moeserve.llm import LLM
     from moeserve.tokenizer import Tokenizer
 
     checkpoint, ep = config.model.checkpoint, config.parallel.ep
-    if checkpoint.is_dir():  # what else is wrong with it is told with all other problems
+    if (
+        needs_text and checkpoint.is_dir()
+    ):  # what else is wrong with it is told with all other problems
         Tokenizer(checkpoint)
     progress = open_progress(ep == 1)
     try:
@@ -107,7 +118,8 @@ def _show(index: int, text: str) -> None:
 def read_prompts(ask: Ask) -> list[str]:
     """All prompts, from flags, a file, and standard input when nothing else is given."""
     prompts = list(ask.prompts)
-    from_stdin = str(ask.prompt_file) == "-" or (not prompts and ask.prompt_file is None)
+    nothing = not prompts and not ask.token_ids and ask.prompt_file is None
+    from_stdin = str(ask.prompt_file) == "-" or nothing
     if from_stdin:
         if sys.stdin.isatty():
             print("prompt (end with Ctrl-D):", file=sys.stderr)
@@ -118,6 +130,16 @@ def read_prompts(ask: Ask) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"prompt_file={str(ask.prompt_file)!r}: {error}"]) from None
     return prompts
+
+
+def read_ids(text: str) -> list[int]:
+    """Token ids from "1,2,3" or "1 2 3"."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidRequest(
+            "prompt_ids", text, "token ids are integers with commas or spaces between"
+        ) from None
 
 
 def flat_settings(config: ServeConfig) -> dict[str, Any]:
@@ -152,6 +174,7 @@ def _entry(prompt: str, output: RequestOutput) -> dict[str, Any]:
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(output.token_ids),
         "text": output.text,
+        **({"logprobs": [_logprob(x) for x in output.logprobs]} if output.logprobs else {}),
         "finish_reason": output.finish_reason,
         "error": output.error,
         "num_cached_tokens": output.num_cached_tokens,
@@ -162,6 +185,10 @@ def _entry(prompt: str, output: RequestOutput) -> dict[str, Any]:
             "decode_tokens_per_second": later / decode_seconds if later > 0 else None,
         },
     }
+
+
+def _logprob(x: TokenLogprob) -> dict[str, Any]:
+    return {"token_id": x.token_id, "logprob": x.logprob, "rank": x.rank, "top": list(x.top)}
 
 
 def _as_chat(llm: LLM, config: ServeConfig, prompt: str) -> list[int]:

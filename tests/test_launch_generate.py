@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from launch.generate import Ask, flat_settings, generate, read_prompts, report
 from launch.settings import OFFLINE, Given
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.llm import config_from
 
 
@@ -57,6 +58,7 @@ def test_settings_reach_the_engine_unchanged(tmp_path):
 
 def output(tokens: int, first: float = 0.5, total: float = 1.5) -> SimpleNamespace:
     return SimpleNamespace(
+        logprobs=[],
         prompt_token_ids=(1, 2), token_ids=list(range(tokens)), text="x" * tokens,
         finish_reason="length", error=None, num_cached_tokens=0,
         first_token_seconds=first, total_seconds=total,
@@ -94,3 +96,21 @@ def test_a_missing_tokenizer_is_found_before_weights_are_read(random_checkpoint,
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         generate(given(folder), ask("some text"))
     assert "weights" not in capsys.readouterr().err
+
+
+def test_token_ids_need_no_tokenizer(random_checkpoint, tmp_path, capsys):
+    folder = tmp_path / "bare"
+    shutil.copytree(random_checkpoint, folder)
+    (folder / "tokenizer.json").unlink()
+    asked = replace(ask(), token_ids=("5,6, 7", "8 9"), logprobs=2)
+    generate(given(folder), asked)
+    found = json.loads(capsys.readouterr().out)["outputs"]
+    assert [o["prompt_token_ids"] for o in found] == [[5, 6, 7], [8, 9]]
+    best = found[0]["logprobs"][0]
+    assert best["token_id"] == found[0]["token_ids"][0] == best["top"][0][0]
+    assert best["rank"] == 1 and best["top"][0][1] == best["logprob"] >= best["top"][1][1]
+
+
+def test_wrong_token_ids_are_refused(random_checkpoint):
+    with pytest.raises(InvalidRequest, match="prompt_ids='5,x'"):
+        generate(given(random_checkpoint), replace(ask(), token_ids=("5,x",)))
