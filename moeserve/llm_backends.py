@@ -152,6 +152,7 @@ class RanksBackend:
                 if self._process.wait(STOP_SECONDS) == ConfigError.exit_code:
                     raise ConfigError(error.reason.splitlines()) from None
             raise
+        self._folder.cleanup()  # all have read it; a signal that ends this process leaves nothing
 
     @property
     def max_model_len(self) -> int:
