@@ -122,7 +122,8 @@ class RanksBackend:
         client.start()
         settings = Path(self._folder.name) / "settings.toml"
         settings.write_text(to_toml(config))
-        command = [sys.executable, "-m", "moeserve", "serve", "--config", str(settings)]
+        # -P: whatever lies in the working directory (a `models` of the caller's) shadows nothing
+        command = [sys.executable, "-P", "-m", "moeserve", "serve", "--config", str(settings)]
         self._process = subprocess.Popen(
             [*command, "--frontend", address],
             stdin=subprocess.DEVNULL,

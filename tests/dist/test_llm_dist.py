@@ -22,7 +22,10 @@ SETTINGS = {"kv_tokens": 1024, "max_model_len": 128, "block_size": 4, "threads":
 def test_two_ranks_give_what_one_process_gives(
     random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "empty"))
+    (tmp_path / "ep.py").write_text("raise RuntimeError('somebody else')")
+    monkeypatch.chdir(tmp_path)  # a module of ours by name, where the ranks are started
     prompts = [[5 + i % 3, 6, 7, 8, 9, 10 + i] for i in range(10)]
     sampling = [
         SamplingParams(
@@ -41,7 +44,7 @@ def test_two_ranks_give_what_one_process_gives(
         text = alone.generate("one text", SamplingParams(temperature=0, max_tokens=8))[0].text
     torch.set_num_threads(threads)
     with LLM(random_checkpoint, ep=2, redundant_experts=4, **SETTINGS) as llm:
-        assert list(tmp_path.iterdir()) == []  # what a kill would leave behind
+        assert list((tmp_path / "empty").iterdir()) == []  # what a kill would leave behind
         for _ in range(2):  # the second time with a warm prefix cache
             found = llm.generate(prompts, sampling)
             for ours, theirs in zip(found, wanted, strict=True):
