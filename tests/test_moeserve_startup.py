@@ -13,6 +13,8 @@ import torch
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
+from models.deepseek.random_checkpoint import write_random_checkpoint
+from models.deepseek.random_families import family_config
 from moeserve import build
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
@@ -70,6 +72,17 @@ def test_each_kind_of_problem_names_its_setting(random_checkpoint: Path, tmp_pat
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
     (found,) = problems(tmp_path)
     assert "deepseek_v4" in found and "Supported" in found
+
+
+def test_odd_dims_fall_back_or_are_refused_before_loading(tmp_path: Path) -> None:
+    odd = family_config("v3", kv_lora_rank=33, v_head_dim=13)
+    folder = write_random_checkpoint(tmp_path, odd, tokenizer=False)
+    start = prepare(config(folder, model={"dtype": "bfloat16"}), SINGLE)
+    assert start.kernels.kernels.name == "torch"
+    assert any("slow" in note and "kernels: torch" in note for note in start.notes)
+    (found,) = problems(folder, model={"dtype": "bfloat16", "kernels": "native"})
+    assert "model.kernels='native'" in found
+    assert prepare(config(folder, model={"dtype": "float32"}), SINGLE).notes
 
 
 def test_a_truncated_shard_is_found_before_loading(random_checkpoint: Path, tmp_path: Path) -> None:
