@@ -251,18 +251,23 @@ def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads:
 
     name = config.model.checkpoint.resolve().name
     title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {threads} threads a rank"
-    table = Table(title=title, caption="ms of a step on rank 0")
-    for column in ("what", "batch", "tokens", "tokens/s", "step", *PARTS):
+    table = Table(title=title)
+    for column in ("what", "batch", "tokens", "tokens/s", "ms a step"):
         table.add_column(column, justify="left" if column == "what" else "right")
+    parts = Table(title="ms of a step on rank 0, by part")
+    parts.add_column("part")
     for row in rows:
         lengths = f"{row.prompt_length}+{row.output_length}"
-        numbers = [f"{row.parts[p]:.2f}" for p in PARTS]
         speed = f"{row.tokens_per_second:.1f}"
-        table.add_row(row.what, str(row.batch), lengths, speed, f"{row.step_ms:.2f}", *numbers)
+        table.add_row(row.what, str(row.batch), lengths, speed, f"{row.step_ms:.2f}")
+        parts.add_column(f"{row.what} {row.batch}", justify="right")
+    for part in PARTS:
+        parts.add_row(part, *(f"{row.parts[part]:.2f}" for row in rows))
     console = Console()
     if not console.is_terminal:
         console.width = 140  # a table in a file is not cut to a terminal's width
     console.print(table)
+    console.print(parts)
     result = {
         "checkpoint": name,
         "ep": config.parallel.ep,

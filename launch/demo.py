@@ -244,10 +244,10 @@ def _show_experts(
     used = [(f"layer {first + i}", row) for i, row in enumerate(totals) if sum(row)]
     console.print()
     console.rule("tokens per expert (a column), by MoE layer; | between ranks")
-    console.print(heat_rows(used, ranks))
+    console.print(heat_rows(used, ranks, console.width))
     middle = len(used) // 2
     console.print(f"\n{used[middle][0]} by kind of text: experts specialise")
-    console.print(heat_rows([(kind, load[middle]) for kind, load in loads], ranks))
+    console.print(heat_rows([(kind, load[middle]) for kind, load in loads], ranks, console.width))
 
 
 def _show_ranks(console: Any, state: dict[str, Any]) -> None:

@@ -18,22 +18,24 @@ def level(count: int, mean: float) -> int:
     return max(1, min(steps, round(count / mean / HOT * steps)))
 
 
-def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int) -> Any:
+def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int, columns: int = 100) -> Any:
     """A line a row: a cell for each expert, a bar between ranks, the fullest against the mean.
 
     num_ranks: how many parts the columns are cut into, as the trivial placement without copies
-    does: they differ by one column at most, the larger ones first.
+    does: they differ by one column at most, the larger ones first. columns: the terminal's; cells
+    are two wide where that fits, and what does not fit at all is cut.
     """
     from rich.text import Text
 
-    text = Text()
+    text = Text(no_wrap=True, overflow="crop")
     width = max((len(name) for name, _ in rows), default=0)
     for name, counts in rows:
         mean = sum(counts) / max(len(counts), 1)
         text.append(f"  {name:<{width}} ")
         least, larger = divmod(len(counts), num_ranks)
         starts = {rank * least + min(rank, larger) for rank in range(num_ranks)}
-        wide = 2 if len(counts) <= 40 else 1
+        around = len(f"  {'':<{width}} | 10.0x") + num_ranks
+        wide = 2 if around + 2 * len(counts) <= columns else 1
         for i, count in enumerate(counts):
             if i in starts:
                 text.append("|", style="dim")

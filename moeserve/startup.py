@@ -93,7 +93,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         if config.model.weights == "fp8" and not plan.has_fp8:
             problems.append("model.weights='fp8': this checkpoint has no FP8 blocks; leave it out")
     except CheckpointError as error:
-        problems.extend(f"model.checkpoint={folder}: {p}" for p in error.problems)
+        problems.extend(f"model.checkpoint={folder}: {p}" for p in error.shown)
     dispatch = DispatchConfig(
         hidden_size=model.hidden_size,
         top_k=model.num_experts_per_tok,

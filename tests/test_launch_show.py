@@ -49,6 +49,13 @@ def test_heat_rows():
     assert "0.0x" in heat_rows([("none", [0, 0])], 1).plain
 
 
+def test_heat_rows_fit_the_terminal():
+    rows = [("dictionary", [1] * 32)]
+    assert len(heat_rows(rows, 2, 100).plain) > 80
+    for columns in (80, 60):
+        assert len(heat_rows(rows, 2, columns).plain) <= columns
+
+
 def test_bench_shows_a_table_and_ends_with_json(capsys):
     row = Row("decode", 8, 16, 4, 123.4, 8.1, 3, dict.fromkeys(PARTS, 1.0), [123.4])
     info = {"dtype": "bfloat16", "dispatcher": "local", "notes": ["x"], "kv_plan": "y"}

@@ -275,6 +275,17 @@ def test_found_in_headers_before_any_payload(
     assert all(part in text for part in named), text
 
 
+def test_a_missing_shard_is_one_problem_and_many_are_cut(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(sound, path)
+    remove_shard(Broken(path))
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert len(caught.value.problems) == 1
+    many = CheckpointError("c", [str(i) for i in range(CheckpointError.SHOWN + 5)])
+    assert many.shown[-1] == "... and 5 more" and len(many.shown) == CheckpointError.SHOWN + 1
+
+
 def test_all_problems_come_at_once(sound: Path, tmp_path: Path) -> None:
     path = tmp_path / "c"
     shutil.copytree(sound, path)

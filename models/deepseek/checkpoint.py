@@ -125,7 +125,7 @@ def _check_mtp_present(
     """A wholly absent MTP layer is one problem, not a thousand."""
     for layer in mtp_layers(config):
         names = [n for n, e in expected.items() if e.layer == layer]
-        if not any(n in index.tensors for n in names):
+        if not any(n in index.tensors or n in index.lost for n in names):
             problems.append(
                 f"MTP layer model.layers.{layer} is absent, but the config has "
                 f"num_nextn_predict_layers={config.num_mtp_layers} (load without MTP to serve it: "
@@ -138,6 +138,8 @@ def _check_mtp_present(
 def _check_tensor(item: Expected, index: SafetensorsIndex, problems: list[str]) -> None:
     stored = index.tensors.get(item.name)
     scale = index.tensors.get(item.name + SCALE_SUFFIX)
+    if item.name in index.lost or item.name + SCALE_SUFFIX in index.lost:
+        return
     if stored is None:
         packed = [s for s in ("_packed", "_shape", "_scale") if item.name + s in index.tensors]
         hint = f" (there is {item.name}{packed[0]}: a quantisation not built)" if packed else ""

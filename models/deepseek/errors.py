@@ -54,8 +54,11 @@ class CheckpointError(ValueError):
     def __init__(self, directory: str, problems: Sequence[str]) -> None:
         self.directory = directory
         self.problems = tuple(problems)
-        shown = [f"  - {p}" for p in self.problems[: self.SHOWN]]
-        if len(self.problems) > self.SHOWN:
-            shown.append(f"  ... and {len(self.problems) - self.SHOWN} more")
-        lines = "\n".join(shown)
+        lines = "\n".join(f"  - {p}" for p in self.shown)
         super().__init__(f"checkpoint {directory}: {len(self.problems)} problem(s)\n{lines}")
+
+    @property
+    def shown(self) -> list[str]:
+        """The first problems, and how many more there are."""
+        more = len(self.problems) - self.SHOWN
+        return [*self.problems[: self.SHOWN], *([f"... and {more} more"] if more > 0 else [])]

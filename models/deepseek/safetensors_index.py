@@ -69,6 +69,7 @@ class SafetensorsIndex:
     files: tuple[str, ...]
     problems: tuple[str, ...]
     unlisted: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()  # tensors whose file is not there: told once, by file
     bytes_read: int = 0
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -110,7 +111,8 @@ class SafetensorsIndex:
                 if name not in weight_map:
                     problems.append(f"tensor {name} in {tensors[name].file} is not in {INDEX_NAME}")
         unlisted = tuple(name for name in present if name not in files)
-        return cls(folder, tensors, tuple(files), tuple(problems), unlisted)
+        lost = frozenset(n for n, f in (weight_map or {}).items() if not (folder / f).is_file())
+        return cls(folder, tensors, tuple(files), tuple(problems), unlisted, lost)
 
     def read(self, name: str) -> Tensor:
         """The tensor over the mapped file: no copy is made. Keep no reference after `close`."""
