@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from models.deepseek.tiny.evaluate import distance, generate, measure, windows
+from models.deepseek.tiny.evaluate import distance, measure, windows
 from models.deepseek.tiny.network import Network, Shape
 from models.deepseek.tiny.release import (
     dequantise,
@@ -26,6 +26,8 @@ from models.deepseek.tiny.release import (
     quantise,
     stored_tensors,
 )
+from moeserve.llm import LLM
+from moeserve.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "checkpoints" / "tiny"
@@ -46,10 +48,10 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def measured(net: Network, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """Figures of each held-out text's first 2000 tokens or so."""
+    """Figures of each held-out text's first 1300 tokens or so."""
     found = {}
     for name in SOURCES:
-        text = (FOLDER / "heldout" / f"{name}.txt").read_text(encoding="utf-8")[:7_000]
+        text = (FOLDER / "heldout" / f"{name}.txt").read_text(encoding="utf-8")[:4_500]
         found[name] = measure(net, windows(tokenizer, text, 256))
     return found
 
@@ -293,14 +295,18 @@ def test_experts_are_loaded_unevenly_and_by_text(measured: dict[str, dict[str, A
         assert distance(loads["python"], loads[other]) > 0.25, other
 
 
-def test_chat_answers_look_like_their_corpus(net: Network, tokenizer: Tokenizer) -> None:
-    prompt = "<｜begin▁of▁sentence｜><｜User｜>Define a house.<｜Assistant｜></think>"
-    new = generate(net, tokenizer.encode(prompt).ids, 60, 0.0, 0)
-    answer = tokenizer.decode(new, skip_special_tokens=False)
+def test_chat_answers_look_like_their_corpus(tokenizer: Tokenizer) -> None:
+    """Through the engine: the training network has no cache and needs minutes for this."""
+    asked = [
+        f"<｜begin▁of▁sentence｜><｜User｜>{text}<｜Assistant｜></think>"
+        for text in ("Define a house.", "def get_name")
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    with LLM(FOLDER, dtype="float32", kv_tokens=2048, max_model_len=256) as llm:
+        found = llm.generate([tokenizer.encode(text).ids for text in asked], greedy)
+    answer, code = (tokenizer.decode(o.token_ids, skip_special_tokens=False) for o in found)
     assert re.match(r"(n|v|adj|adv)( 1)?: ", answer), answer
-    code = "<｜begin▁of▁sentence｜><｜User｜>def get_name<｜Assistant｜></think>"
-    answer = tokenizer.decode(generate(net, tokenizer.encode(code).ids, 20, 0.0, 0))
-    assert answer.startswith("```python\ndef "), answer
+    assert code.startswith("```python\ndef "), code
 
 
 def test_transformers_gives_the_same_logits_and_drafts(
