@@ -37,7 +37,7 @@ SHAPE = Shape()
 
 @pytest.fixture(scope="module")
 def net() -> Network:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # spinning threads crawl on a busy machine
     return load(FOLDER)
 
 

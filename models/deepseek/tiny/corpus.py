@@ -82,6 +82,9 @@ _BOOKS = (
 )
 
 
+_VERSE = re.compile(r"^ *((?:[1-4IV]+ )?[A-Z][\w() ]*? \d+):(\d+): (.*)$")
+
+
 def _world_english() -> Iterator[tuple[str, list[str]]]:
     """(chapter title, verses "1 In the beginning ...") of the World English Bible."""
     text = _run(
@@ -89,15 +92,23 @@ def _world_english() -> Iterator[tuple[str, list[str]]]:
         "sword-text-web diatheke",
     )
     chapters: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        match = re.match(r"^ *((?:[1-4IV]+ )?[A-Z][\w() ]*? \d+):(\d+): (.*)$", line)
+    lines = text.splitlines()
+    verses = [_VERSE.match(line) for line in lines]
+    # A psalm's heading stands between a blank line and a verse. Once it has seen one, diatheke
+    # repeats it at every later verse, so all lines like it go.
+    headings = {
+        lines[i].strip()
+        for i in range(1, len(lines) - 1)
+        if verses[i + 1] and not verses[i] and not lines[i - 1].strip()
+    }
+    for line, match in zip(lines, verses, strict=True):
         if match:
             chapter, number, verse = match.groups()
             verse = re.sub(r"\b(God|Yahweh|Lord)(?!s\b|ly|head|less)([a-z])", r"\1 \2", verse)
             if verse.strip():
                 title = re.sub(r"^(I+) ", lambda m: f"{len(m.group(1))} ", chapter)
                 chapters.setdefault(title, []).append(f"{number} {verse.strip()}")
-        elif line.strip() and not line.startswith("(") and chapters:
+        elif chapters and line.strip() and line.strip() not in headings and line[0] not in "(<":
             list(chapters.values())[-1].append(line.strip())
     if len(chapters) < 1000:
         raise MissingSource("the World English Bible is empty: apt-get install sword-text-web")

@@ -223,6 +223,7 @@ def main() -> None:
     options.add_argument("folder", type=Path)
     options.add_argument("--length", type=int, default=512)
     args = options.parse_args()
+    torch.set_num_threads(1)  # with more, small products crawl on a busy machine
     found = figures(args.folder, args.length)
     text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     (args.folder / "eval.json").write_text(text, encoding="utf-8")
