@@ -7,6 +7,7 @@ no weights, allocates nothing. What "auto" resolved to is collected in `StartUp.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +26,6 @@ from models.deepseek.errors import ConfigError as ModelConfigError
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
-from models.deepseek.safetensors_index import SafetensorsIndex
 from moeserve.config import ServeConfig
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
@@ -112,7 +112,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
             f"placement: {hosted} experts and copies a layer leave {placement.num_empty_slots} of "
             f"{placement.num_physical_experts} slots empty ({placement.num_local_experts} a rank)"
         )
-    fingerprint = checkpoint_fingerprint(folder)
+    fingerprint = checkpoint_fingerprint(folder, plan.index.files)
     return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)
 
 
@@ -232,13 +232,13 @@ def _check_dispatch(
 # -- agreements ---------------------------------------------------------------------------------
 
 
-def checkpoint_fingerprint(folder: Path) -> str:
+def checkpoint_fingerprint(folder: Path, files: Iterable[str]) -> str:
     """A hash of the config, the names and sizes of weight files and their headers: enough to see
-    that two hosts serve different checkpoints, without reading weights. Only files that are loaded
-    count: what else lies in the folder is nobody's business."""
+    that two hosts serve different checkpoints, without reading weights. files: those that are
+    loaded; what else lies in the folder is nobody's business."""
     digest = blake2b(digest_size=12)
     digest.update((folder / "config.json").read_bytes())
-    for name in SafetensorsIndex.open(folder).files:
+    for name in files:
         path = folder / name
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         with path.open("rb") as file:
@@ -252,12 +252,7 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, values in config.model_dump(mode="json", exclude={"server"}).items():
         flat |= {f"{section}.{name}": value for name, value in values.items()}
-    for local in (
-        "model.checkpoint",
-        "model.chat_template",
-        "parallel.placement",
-        "engine.threads",
-    ):
+    for local in _LOCAL:
         flat.pop(local, None)
     return flat | {
         "checkpoint": start.fingerprint,

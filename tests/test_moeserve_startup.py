@@ -15,6 +15,7 @@ from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
+from models.deepseek.safetensors_index import SafetensorsIndex
 from moeserve import build
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
@@ -150,18 +151,22 @@ def test_dtype_is_found_wherever_it_stands(
     assert prepare(config(folder), SINGLE).dtype is torch.float32
 
 
+def fingerprint(folder: Path) -> str:
+    return checkpoint_fingerprint(folder, SafetensorsIndex.open(folder).files)
+
+
 def test_fingerprints_tell_checkpoints_apart(random_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(random_checkpoint, folder)
-    assert checkpoint_fingerprint(folder) == checkpoint_fingerprint(random_checkpoint)
+    assert fingerprint(folder) == fingerprint(random_checkpoint)
     (folder / "zz.safetensors").symlink_to("nowhere")  # beside an index: not read
     if (folder / "model.safetensors.index.json").exists():
-        assert checkpoint_fingerprint(folder) == checkpoint_fingerprint(random_checkpoint)
-        assert prepare(config(folder), SINGLE).fingerprint == checkpoint_fingerprint(folder)
+        assert fingerprint(folder) == fingerprint(random_checkpoint)
+        assert prepare(config(folder), SINGLE).fingerprint == fingerprint(folder)
     (folder / "zz.safetensors").unlink()
     other = json.loads((folder / "config.json").read_text()) | {"rope_theta": 123}
     (folder / "config.json").write_text(json.dumps(other))
-    assert checkpoint_fingerprint(folder) != checkpoint_fingerprint(random_checkpoint)
+    assert fingerprint(folder) != fingerprint(random_checkpoint)
 
 
 def test_what_a_built_engine_says_of_itself(
