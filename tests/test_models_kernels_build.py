@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from models.deepseek.kernels.base import GateSpec, MlaShape
-from models.deepseek.kernels.build import SOURCES, build
+from models.deepseek.kernels.base import GateSpec, LinearWeight, MlaShape
+from models.deepseek.kernels.build import SOURCES, build, kept
 from models.deepseek.kernels.errors import KernelArgumentError, KernelsUnavailable
+from models.deepseek.kernels.native_dense import NativeDense
 from models.deepseek.kernels.native_kernels import NativeKernels
 from models.deepseek.kernels.native_library import load_library
+from models.deepseek.kernels.native_open import self_check
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.kernels.torch_kernels import TorchKernels
 from models.interface import ForwardBatch
@@ -56,7 +60,7 @@ def test_one_of_many_compiles_and_the_cache_serves_the_rest(fake_compiler) -> No
     calls = log.read_text().splitlines()
     assert len(calls) == len(list(SOURCES.glob("*.cpp"))) + 1  # each source, one link
     left = [p.name for p in found[0].path.parent.iterdir()]
-    assert sorted(left) == sorted(found[0].path.stem + x for x in (".so", ".lock", ".sha256"))
+    assert sorted(left) == sorted(found[0].path.stem + x for x in (".so", ".lock", ".stamp"))
 
 
 def test_flags_and_compiler_make_another_library(fake_compiler) -> None:  # type: ignore[no-untyped-def]
@@ -78,6 +82,7 @@ def test_a_failing_compiler_is_quoted(fake_compiler) -> None:  # type: ignore[no
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler found"):
         build()
@@ -85,6 +90,80 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelsUnavailable, match="install g\\+\\+ or set CXX"):
         build()
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_a_library_of_a_compiler_that_is_gone_serves(
+    native: NativeKernels, no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+        build()
+    for name in ("auto", "native"):
+        choice = create_kernels(name)
+        assert isinstance(choice.kernels, NativeKernels)
+        assert choice.reason.startswith(f"kernels: native ({native.description}; compiled earlier")
+        assert "no C++ compiler found" in choice.reason and "\n" not in choice.reason
+    x, w = torch.randn(3, 70), torch.randn(9, 70)
+    got, want = (k.linear(x, k.linear_weight(w, torch.float32)) for k in (choice.kernels, native))
+    assert torch.equal(got, want)
+    monkeypatch.setattr("models.deepseek.kernels.build._processor", lambda: "another")
+    assert isinstance(create_kernels("auto").kernels, TorchKernels)
+
+
+def test_the_newest_kept_library_of_the_same_flags_is_first(
+    fake_compiler,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    fake_compiler()
+    old = build()
+    script = Path(os.environ["CXX"])
+    script.write_text(script.read_text().replace("fake 1.0", "fake 2.0"))
+    new, other = build(), build(("MOESERVE_NO_SIMD",))
+    os.utime(old.path, (1, 1))
+    assert [(x.path, x.compiler) for x in kept((), "why")] == [
+        (new.path, "fake 2.0"),
+        (old.path, "fake 1.0"),
+    ]
+    assert [x.path for x in kept(("MOESERVE_NO_SIMD",), "why")] == [other.path]
+    new.path.write_text("torn")
+    assert [x.path for x in kept((), "why")] == [old.path]
+    other.path.with_suffix(".stamp").write_bytes(b"\xff")
+    assert kept(("MOESERVE_NO_SIMD",), "why") == []
+
+
+def test_kept_libraries_that_are_none_are_named(
+    fake_compiler,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_compiler()
+    path = build().path
+    monkeypatch.setenv("CXX", "absent")
+    choice = create_kernels("auto")
+    assert isinstance(choice.kernels, TorchKernels)
+    assert "no C++ compiler found" in choice.reason
+    assert f"kept {path.name} refused" in choice.reason and "\n" not in choice.reason
+
+
+def test_a_library_that_computes_wrongly_is_found(
+    native: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert self_check(native.library) == []
+    right = NativeDense.linear
+    for wrong in (lambda out: out.mul_(1.01), lambda out: out[-1:].fill_(math.nan)):
+
+        def linear(self: NativeDense, x: Tensor, weight: LinearWeight, wrong=wrong) -> Tensor:  # type: ignore[no-untyped-def]
+            out = right(self, x, weight)
+            wrong(out)
+            return out
+
+        monkeypatch.setattr(NativeDense, "linear", linear)
+        assert self_check(native.library)[0] == "linear in torch.float32"
 
 
 def test_a_library_that_is_none(fake_compiler) -> None:  # type: ignore[no-untyped-def]
@@ -97,8 +176,8 @@ def test_a_torn_library_is_compiled_anew(fake_compiler) -> None:  # type: ignore
     log = fake_compiler()
     path = build().path
     each = len(log.read_text().splitlines())
-    for damage in (b"", b"mad", None):  # emptied, torn, without its sum
-        path.write_bytes(damage) if damage is not None else path.with_suffix(".sha256").unlink()
+    for damage in (b"", b"mad", None):  # emptied, torn, without its stamp
+        path.write_bytes(damage) if damage is not None else path.with_suffix(".stamp").unlink()
         log.write_text("")
         assert build().path == path and path.read_text() == "made\n"
         assert len(log.read_text().splitlines()) == each

@@ -1,5 +1,9 @@
 """Compiles the native kernels once for this machine and keeps the result in the user's cache.
 
+A library's name is kernels-MACHINE-COMPILER.so: what it computes and on which processor, then who
+compiled it. Where nothing can be compiled (an image without a compiler), `kept` lists the libraries
+that other compilers made of the same sources for the same processor.
+
 Knows compilers, flags and files; knows nothing of tensors. Several processes may ask at the same
 moment: one compiles, the others wait, and a finished library appears under its name in one step.
 """
@@ -27,10 +31,11 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 
 @dataclass(frozen=True)
 class Library:
-    """A compiled library and the compiler's own name for itself."""
+    """A compiled library, the compiler's own name for itself, and what else there is to say."""
 
     path: Path
     compiler: str
+    remark: str = ""
 
 
 def build(defines: tuple[str, ...] = ()) -> Library:
@@ -47,16 +52,35 @@ def build(defines: tuple[str, ...] = ()) -> Library:
 def _build(defines: tuple[str, ...]) -> Library:
     compiler = _find_compiler()
     version = next(iter(_run([*compiler, "--version"]).splitlines()), "unnamed compiler")
-    machine_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = [*FLAGS, machine_flag, *(f"-D{name}" for name in defines)]
+    flags = _flags(defines)
     sources = sorted(SOURCES.glob("*.cpp"))
     if not sources:
         raise KernelsUnavailable(f"no sources in {SOURCES.name}/: the installation is incomplete")
-    path = _cache_folder() / f"kernels-{_key(version, flags)}.so"
+    path = _cache_folder() / f"kernels-{_machine_key(flags)}-{_key(version)}.so"
     with _lock(path.with_suffix(".lock")):
-        if not _is_whole(path):
-            _compile(compiler, sources, flags, path)
+        if _made_by(path) is None:
+            _compile(compiler, version, sources, flags, path)
     return Library(path, version)
+
+
+def kept(defines: tuple[str, ...], why: str) -> list[Library]:
+    """Libraries of these sources for this processor that are in the cache already, newest first;
+    `why` nothing was compiled goes into their remark."""
+    found = []
+    with contextlib.suppress(OSError):
+        pattern = f"kernels-{_machine_key(_flags(defines))}-*.so"
+        for folder in filter(_is_ours, _folders()):
+            for path in folder.glob(pattern):
+                version = _made_by(path)
+                if version is not None:
+                    remark = f"; compiled earlier, now: {why}"
+                    found.append((path.stat().st_mtime, Library(path, version, remark)))
+    return [library for _, library in sorted(found, key=lambda x: x[0], reverse=True)]
+
+
+def _flags(defines: tuple[str, ...]) -> list[str]:
+    machine_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    return [*FLAGS, machine_flag, *(f"-D{name}" for name in defines)]
 
 
 def _find_compiler() -> list[str]:
@@ -71,13 +95,15 @@ def _find_compiler() -> list[str]:
     raise KernelsUnavailable(f"no C++ compiler found (tried {tried}); install g++ or set CXX")
 
 
-def _key(version: str, flags: list[str]) -> str:
-    digest = hashlib.sha256()
-    for part in (version, *flags, platform.machine(), _processor()):
-        digest.update(part.encode() + b"\0")
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:20]
+def _machine_key(flags: list[str]) -> str:
+    sources = [
+        x for path in sorted(SOURCES.iterdir()) for x in (path.name, path.read_text("utf-8"))
+    ]
+    return _key(*flags, platform.machine(), _processor(), *sources)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _processor() -> str:
@@ -90,19 +116,31 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
-    """$XDG_CACHE_HOME or ~/.cache; where neither can be written, a private temporary folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    wanted = Path(base).absolute() / "moeserve"
-    # By number: a container's user may have no name.
-    for folder in (wanted, Path(tempfile.gettempdir()) / f"moeserve-{os.getuid()}"):
+    """The first that can be written."""
+    folders = _folders()
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A folder that someone else made could hold a library that someone else wrote.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        if os.access(folder, os.W_OK) and _is_ours(folder):
             return folder
-    raise KernelsUnavailable(f"cannot write to {wanted}; set XDG_CACHE_HOME to a folder of yours")
+    raise KernelsUnavailable(
+        f"cannot write to {folders[0]}; set XDG_CACHE_HOME to a folder of yours"
+    )
+
+
+def _folders() -> tuple[Path, Path]:
+    """$XDG_CACHE_HOME or ~/.cache; where neither can be written, a private temporary folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # By number: a container's user may have no name.
+    private = Path(tempfile.gettempdir()) / f"moeserve-{os.getuid()}"
+    return Path(base).absolute() / "moeserve", private
+
+
+def _is_ours(folder: Path) -> bool:
+    """A folder that someone else made could hold a library that someone else wrote."""
+    return folder.is_dir() and folder.stat().st_uid == os.getuid()
 
 
 @contextlib.contextmanager
@@ -116,19 +154,23 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the cached library is what was written: to load a torn one may end the process."""
+def _made_by(path: Path) -> str | None:
+    """Who compiled the cached library; None: it is not what was written, and to load a torn one may
+    end the process."""
     try:
-        return path.with_suffix(".sha256").read_text() == _digest(path)
+        digest, version = path.with_suffix(".stamp").read_text().splitlines()
+        return version if digest == _digest(path) else None
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: list[str], sources: list[Path], flags: list[str], path: Path) -> None:
+def _compile(
+    compiler: list[str], version: str, sources: list[Path], flags: list[str], path: Path
+) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         running = [
@@ -146,7 +188,7 @@ def _compile(compiler: list[str], sources: list[Path], flags: list[str], path: P
                 raise KernelsUnavailable(f"{Path(compiler[0]).name} failed: {_gist(output)}")
         made = Path(folder) / "kernels.so"
         _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
-        path.with_suffix(".sha256").write_text(_digest(made))
+        path.with_suffix(".stamp").write_text(f"{_digest(made)}\n{version}\n")
         os.replace(made, path)
 
 

@@ -9,18 +9,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.base import GateSpec, MlaShape
+from models.deepseek.kernels.base import GateSpec, LinearWeight, MlaShape
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.native_weights import FP8_FORMAT, NativeLinearWeight
 from models.interface import ForwardBatch
 
 MAX_ROPE_DIM = 512
 
 
-def foreign_weight(weight: object) -> KernelArgumentError:
+def foreign_weight(weight: object, name: str) -> KernelArgumentError:
     return KernelArgumentError(
-        f"weight is a {type(weight).__name__}: must come from NativeKernels itself, dequantised "
-        "where heads are taken apart"
+        f"{name} is a {type(weight).__name__}: must come from NativeKernels itself"
     )
+
+
+def packed(weight: LinearWeight, name: str) -> NativeLinearWeight:
+    if not isinstance(weight, NativeLinearWeight):
+        raise foreign_weight(weight, name)
+    return weight
+
+
+def dequantised(weight: LinearWeight, name: str) -> NativeLinearWeight:
+    """Where heads are taken apart, panels of e4m3 are not known to the C side."""
+    weight = packed(weight, name)
+    if weight.format & FP8_FORMAT:
+        raise KernelArgumentError(f"{name} is in e4m3: must be dequantised")
+    return weight
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -37,13 +51,13 @@ def rows(x: Tensor, name: str, width: int, dtype: torch.dtype) -> Tensor:
         raise KernelArgumentError(
             f"{name} is {tuple(x.shape)} {x.dtype}: must be [T, {width}] {dtype}"
         )
-    return x if x.stride(1) == 1 else x.contiguous()
+    return unit_stride(x)
 
 
 def typed(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if x.dtype != dtype:
         raise KernelArgumentError(f"{name} is {x.dtype}: must be {dtype}")
-    return x if x.is_contiguous() else x.contiguous()
+    return contiguous(x)
 
 
 def float32(x: Tensor, name: str) -> Tensor:
@@ -59,6 +73,24 @@ def positions_of(positions: Tensor, num_rows: int) -> Tensor:
 def check_even(name: str, size: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and size % 2:
         raise KernelArgumentError(f"{name}={size}: must be even in bfloat16")
+
+
+def rope_table(cos_sin: Tensor, dim: int) -> Tensor:
+    """cos_sin [positions, dim] for a rotation of `dim` values."""
+    if dim % 2 or dim > MAX_ROPE_DIM or cos_sin.shape[1] != dim:
+        raise KernelArgumentError(
+            f"rope dim is {dim}, cos_sin has {cos_sin.shape[1]} columns: must be equal, even, at "
+            f"most {MAX_ROPE_DIM}"
+        )
+    return float32(cos_sin, "cos_sin")
+
+
+def check_cache(layer: Tensor, width: int, dtype: torch.dtype) -> None:
+    if layer.shape[2] != width or layer.dtype != dtype or not layer.is_contiguous():
+        raise KernelArgumentError(
+            f"layer is {tuple(layer.shape)} {layer.dtype}: must be contiguous "
+            f"[blocks, block, {width}] {dtype}"
+        )
 
 
 def attention_misfit(shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
@@ -91,6 +123,7 @@ def check_gate(spec: GateSpec, num_experts: int) -> None:
 
 
 def step_pointers(batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
+    """slot_mapping, positions, query_start, tables, sequences, table width."""
     rows = (("positions", batch.positions), ("slot_mapping", batch.slot_mapping))
     tables = (("query_start", batch.query_start), ("block_tables", batch.block_tables))
     for pairs, dtype in ((rows, torch.int64), (tables, torch.int32)):

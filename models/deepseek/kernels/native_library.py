@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from models.deepseek.kernels.build import Library
-from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.errors import KernelArgumentError, KernelsUnavailable
 
 # What a nonzero result of a checked function means; the numbers are the C side's.
 FAILURES = {
@@ -61,6 +61,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+def check(code: int) -> None:
+    """Raises KernelArgumentError for what a checked function found in its arguments."""
+    if code:
+        raise KernelArgumentError(FAILURES[code])
+
+
 class NativeLibrary:
     """ms_<name> as attribute <name>; `description` says instruction set and compiler."""
 
@@ -72,6 +78,13 @@ class NativeLibrary:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the native library has no function {name}")
+
+
+class NativePart:
+    """Calls into one library; the parts of NativeKernels are of this kind."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self.library = library
 
 
 def load_library(library: Library) -> NativeLibrary:
@@ -86,4 +99,4 @@ def load_library(library: Library) -> NativeLibrary:
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"{library.path.name} cannot be used: {error}") from error
     instructions = functions["instruction_set"]().decode()
-    return NativeLibrary(functions, f"{instructions}, {library.compiler}")
+    return NativeLibrary(functions, f"{instructions}, {library.compiler}{library.remark}")

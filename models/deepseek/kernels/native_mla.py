@@ -7,19 +7,24 @@ each call checks what changes from step to step. Shape letters as in base.py.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
-from models.deepseek.kernels.base import LinearWeight, MlaShape, MlaWeights
+from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelArgumentError
-from models.deepseek.kernels.mla_parts import mla_by_parts
-from models.deepseek.kernels.native_weights import FP8_FORMAT, NativeLinearWeight
+from models.deepseek.kernels.native_attention import NativeAttention
+from models.deepseek.kernels.native_checks import (
+    check_cache,
+    check_even,
+    dequantised,
+    packed,
+    rope_table,
+    rows,
+)
+from models.deepseek.kernels.native_library import check
+from models.deepseek.kernels.native_weights import NativeLinearWeight
 from models.interface import ForwardBatch
-
-if TYPE_CHECKING:
-    from models.deepseek.kernels.native_kernels import NativeKernels
 
 # More rows than this go by parts: there the calls cost nothing beside the arithmetic, and the
 # memory between the steps is given back.
@@ -44,11 +49,18 @@ class NativeMla:
     """Callable: x [T, D] normed, layer [blocks, block, c + r], batch -> [T, D]."""
 
     def __init__(
-        self, kernels: NativeKernels, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor
+        self,
+        calls: NativeAttention,
+        by_parts: AbsorbedMla,
+        weights: MlaWeights,
+        shape: MlaShape,
+        cos_sin: Tensor,
     ) -> None:
+        """by_parts: the same layer as a chain of kernels, for many rows at once."""
         s, w = shape, weights
-        self._kernels, self._weights, self._cos_sin = kernels, weights, cos_sin  # kept alive
-        self._parts = mla_by_parts(kernels, weights, shape, cos_sin)
+        cos_sin = rope_table(cos_sin, s.rope_dim)
+        self._calls, self._by_parts = calls, by_parts
+        self._weights, self._cos_sin = weights, cos_sin  # kept alive
         query_rank = 0 if w.q_b is None else w.q_b.in_features
         queries, cached = s.num_heads * (s.nope_dim + s.rope_dim), s.rank + s.rope_dim
         first = query_rank or queries
@@ -59,18 +71,10 @@ class NativeMla:
         if w.q_b is not None:
             q_b = _packed(w.q_b, "q_b", queries, query_rank)
             norm = _vector(w.q_a_norm, "q_a_norm", query_rank).data_ptr()
-        if self.dtype == torch.bfloat16 and (cached % 2 or s.rope_dim % 2):
-            raise KernelArgumentError(f"rank={s.rank}, rope_dim={s.rope_dim}: must be even in bf16")
-        if cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-            raise KernelArgumentError(f"cos_sin is {cos_sin.dtype}: must be contiguous float32")
-        if cos_sin.shape[1] != s.rope_dim:
-            raise KernelArgumentError(f"cos_sin has {cos_sin.shape[1]} columns: not {s.rope_dim}")
+        check_even("kv_lora_rank + qk_rope_head_dim", cached, self.dtype)
         o = _packed(w.o, "o", self.hidden, s.num_heads * s.value_dim)
-        w_uk = _packed(w.w_uk, "w_uk", s.num_heads * s.rank, s.nope_dim)
-        w_uv = _packed(w.w_uv, "w_uv", s.num_heads * s.value_dim, s.rank)
-        for name, weight in (("w_uk", w_uk), ("w_uv", w_uv)):
-            if weight.format & FP8_FORMAT:
-                raise KernelArgumentError(f"{name} is in e4m3: must be dequantised")
+        w_uk = dequantised(_packed(w.w_uk, "w_uk", s.num_heads * s.rank, s.nope_dim), "w_uk")
+        w_uv = dequantised(_packed(w.w_uv, "w_uv", s.num_heads * s.value_dim, s.rank), "w_uv")
         self._record = _Record(
             hidden=self.hidden,
             heads=s.num_heads,
@@ -100,16 +104,12 @@ class NativeMla:
     def __call__(self, x: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows = x.shape[0]
         if not 0 < num_rows <= MAX_FUSED_ROWS:
-            return self._parts(x, layer, batch)
-        if x.shape[1] != self.hidden or x.dtype != self.dtype or x.stride(1) != 1:
-            raise KernelArgumentError(
-                f"x is {tuple(x.shape)} {x.dtype}: must be [T, {self.hidden}] {self.dtype}"
-            )
-        kernels = self._kernels
-        kernels.check_cache(layer, self._width, self.dtype)
+            return self._by_parts(x, layer, batch)
+        x = rows(x, "x", self.hidden, self.dtype)
+        check_cache(layer, self._width, self.dtype)
         out = x.new_empty((num_rows, self.hidden))
-        kernels.check(
-            kernels.library.mla(
+        check(
+            self._calls.library.mla(
                 self._address,
                 x.data_ptr(),
                 x.stride(0),
@@ -117,9 +117,9 @@ class NativeMla:
                 layer.data_ptr(),
                 layer.shape[0],
                 layer.shape[1],
-                *kernels.batch_pointers(batch, num_rows),
+                *self._calls.batch_pointers(batch, num_rows),
                 out.data_ptr(),
-                torch.get_num_threads(),
+                get_num_threads(),
             )
         )
         return out
@@ -128,8 +128,7 @@ class NativeMla:
 def _packed(
     weight: LinearWeight, name: str, out_features: int, in_features: int
 ) -> NativeLinearWeight:
-    if not isinstance(weight, NativeLinearWeight):
-        raise KernelArgumentError(f"{name} is a {type(weight).__name__}: must be of NativeKernels")
+    weight = packed(weight, name)
     if (weight.out_features, weight.in_features) != (out_features, in_features):
         raise KernelArgumentError(
             f"{name} is [{weight.out_features}, {weight.in_features}]: "
