@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from thread_ranks import World, thread_world  # noqa: F401
 
 from ep.group import EPGroup
 from moeserve.errors import ConfigError
@@ -24,48 +21,6 @@ from moeserve.lockstep import (
     agree_on_problems,
     settings_hash,
 )
-
-World = Callable[[int, Callable[[EPGroup], Any]], list[Any]]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """run(num_ranks, body): body(group) on a thread for each rank; its results in rank order, an
-    exception as its result."""
-    pg = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
-    pg._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-
-    def run(num_ranks: int, body: Callable[[EPGroup], Any]) -> list[Any]:
-        store = dist.HashStore()
-        results: list[Any] = [None] * num_ranks
-
-        def rank_main(rank: int) -> None:
-            try:
-                dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
-                pg = dist.group.WORLD
-                results[rank] = body(EPGroup(rank, num_ranks, num_ranks, pg, pg))
-            except Exception as error:
-                results[rank] = error
-            finally:
-                dist.destroy_process_group()
-
-        pg.ProcessLocalGroup.reset()
-        threads = [
-            threading.Thread(target=rank_main, args=(rank,), daemon=True)
-            for rank in range(num_ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a rank waits for ever"
-        return results
-
-    yield run
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    pg._uninstall_threaded_pg()
-
 
 WORK = Vote(has_work=True, num_tokens=7, num_sequences=2, phase=Phase.DECODE)
 IDLE = Vote(has_work=False)
@@ -108,7 +63,7 @@ def test_a_difference_is_the_same_error_everywhere(world: World, field: str, val
         odd = {field: value} if group.rank == 2 else {}
         return lockstep.agree(Vote(has_work=True, **odd))
 
-    for error in world(3, body):
+    for error in world.outcomes(3, body):
         assert isinstance(error, LockstepDiverged)
         assert (error.field, error.values) == (field, [0, 0, 4])
         assert "rank 2: 4" in str(error)
@@ -120,7 +75,7 @@ def test_a_rank_that_missed_a_step_is_found(world: World) -> None:
         lockstep._step += group.rank
         return lockstep.agree(IDLE)
 
-    errors = world(2, body)
+    errors = world.outcomes(2, body)
     assert [e.field for e in errors] == ["step", "step"] and errors[0].values == [1, 2]
 
 
@@ -130,7 +85,7 @@ def test_a_failure_is_said_and_ends_all_at_one_step(world: World) -> None:
         lockstep.agree(WORK)
         return lockstep.agree(Vote(has_work=group.rank == 0, failed=group.rank == 1))
 
-    for error in world(3, body):
+    for error in world.outcomes(3, body):
         assert isinstance(error, PeerFailed) and error.ranks == [1]
 
 
@@ -148,7 +103,7 @@ def test_settings_must_be_the_same_and_the_odd_rank_is_named(world: World) -> No
     def body(group: EPGroup) -> None:
         agree_on(group, {"a": 1, "path": "x", "b": 5 if group.rank == 2 else 4})
 
-    for error in world(3, body):
+    for error in world.outcomes(3, body):
         assert isinstance(error, ConfigError)
         assert error.problems == ["b=5 on rank 2, but 4 on rank 0: all ranks need the same"]
     assert world(2, lambda g: agree_on(g, {"a": 1})) == [None, None]
@@ -158,7 +113,7 @@ def test_problems_of_one_rank_are_told_by_all(world: World) -> None:
     def body(group: EPGroup) -> None:
         agree_on_problems(group, ["everywhere"] + (["disk"] if group.rank == 1 else []))
 
-    for error in world(2, body):
+    for error in world.outcomes(2, body):
         assert isinstance(error, ConfigError) and error.problems == ["everywhere", "rank 1: disk"]
     assert world(2, lambda g: agree_on_problems(g, [])) == [None, None]
     assert world(3, lambda g: agree_min(g, 5 - g.rank)) == [3, 3, 3]

@@ -1,46 +1,29 @@
 """The collective dispatcher over real gloo processes.
 
-Run by pytest this file starts itself once as a script: a fresh process imports torch, then forks
-the ranks (cheap, and nothing of the test runner's threads is inherited). Ranks meet through a file.
+Run as a script this file is the ranks (gloo_ranks.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-import signal
-import subprocess
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from dispatch_cases import config_for
+from gloo_ranks import fork_ranks, run_ranks
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
+from dispatch.base import CombineForm, DispatchError, PeerError
 from dispatch.collective import CollectiveDispatcher
 from dispatch.selfcheck import differences, expected, make_case, outputs, random_placement
 from ep.group import EPGroup
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_over_gloo(num_ranks: int, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, __file__, str(num_ranks), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    reports = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(num_ranks)]
+    reports = run_ranks(__file__, num_ranks, tmp_path, timeout=120)
     for rank, report in enumerate(reports):
         assert report["differences"] == [], f"rank {rank}"
         assert report["cases"] == 64
@@ -51,10 +34,6 @@ def test_over_gloo(num_ranks: int, tmp_path: Path) -> None:
     assert set(said) == {"PeerError: dispatch: refused by ranks [1]; see their errors"}
 
 
-def config_for(num_slots: int, dtype: torch.dtype = torch.bfloat16) -> DispatchConfig:
-    return DispatchConfig(6, 3, num_slots, 64, dtype, True)
-
-
 def check_cases(group: EPGroup) -> tuple[int, list[str], list[int]]:
     """Random work and corners, both forms, both dtypes; copies and placements change by case."""
     size, cases, found, slot_counts = group.size, 0, [], []
@@ -63,7 +42,7 @@ def check_cases(group: EPGroup) -> tuple[int, list[str], list[int]]:
             for seed in range(2):
                 placement = random_placement(8, size, 3 * seed, seed, generation=seed)
                 slot_counts.append(placement.num_physical_experts)
-                config = config_for(placement.num_physical_experts, dtype)
+                config = config_for(placement, dtype)
                 dispatcher = CollectiveDispatcher(group, config, combine_form=form)
                 busy = [9 if rank == seed % size else 0 for rank in range(size)]
                 some = [(3 * rank + seed) % 5 for rank in range(size)]
@@ -79,7 +58,7 @@ def check_cases(group: EPGroup) -> tuple[int, list[str], list[int]]:
 
 def check_two_in_flight(group: EPGroup) -> bool:
     placements = [random_placement(8, group.size, group.size, seed, seed) for seed in (0, 1)]
-    config = config_for(placements[0].num_physical_experts)
+    config = config_for(placements[0])
     tokens = [40 - 13 * rank for rank in range(group.size)]
     cases = [make_case(config, p, tokens, p.generation) for p in placements]
     d, rank = CollectiveDispatcher(group, config), group.rank
@@ -93,7 +72,7 @@ def check_two_in_flight(group: EPGroup) -> bool:
 
 
 def check_refusal(group: EPGroup) -> str:
-    config = config_for(2 * group.size)
+    config = config_for(random_placement(8, group.size, 0, 0))
     d = CollectiveDispatcher(group, config)
     slots = torch.full((1, 3), 0 if group.rank != 1 else 99, dtype=torch.int32)
     try:
@@ -103,50 +82,16 @@ def check_refusal(group: EPGroup) -> str:
     return "nothing"
 
 
-def rank_main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    group = EPGroup(rank, size, size, dist.group.WORLD, dist.group.WORLD)
+def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
     cases, found, slot_counts = check_cases(group)
-    report = {
+    return {
         "cases": cases,
         "differences": found,
         "slot_counts": slot_counts,
         "two_in_flight": check_two_in_flight(group),
         "refusal": check_refusal(group),
     }
-    (folder / f"rank{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    size, folder = int(sys.argv[1]), Path(sys.argv[2])
-    parent, children = os.getpid(), []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            code = 1
-            try:
-                if os.getppid() == parent:
-                    rank_main(rank, size, folder)
-                    code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return max(abs(code) for code in codes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fork_ranks(rank_main))

@@ -7,7 +7,6 @@ Run as a script this file is one rank.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import random
 import signal
@@ -15,13 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_ranks import join, script_environment
 
 from ep.group import EPGroup
 from moeserve.cache import BlockCache
@@ -35,7 +33,6 @@ from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.toy_model import ToyModel
 
-ROOT = Path(__file__).parents[2]
 BLOCKS, SIZE, LENGTH = 60, 4, 160
 TOY = ToyModel()
 
@@ -54,8 +51,7 @@ def with_ranks(num_ranks: int, folder: Path, body: Body, fail_at: str = "") -> l
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, str(rank), str(num_ranks), str(folder), address],
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-                    | ({"FAIL_AT": fail_at} if fail_at else {}),
+                    env=script_environment() | ({"FAIL_AT": fail_at} if fail_at else {}),
                     stderr=(folder / f"stderr{rank}").open("wb"),
                 )
             )
@@ -204,16 +200,7 @@ def toy_engine(config: ServeConfig, group: EPGroup, progress: Any) -> Engine:
 
 def main() -> None:
     rank, size, folder, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    group = EPGroup(rank, size, size, dist.group.WORLD, dist.new_group(backend="gloo"))
+    group = join(rank, size, Path(folder))
     try:
         run_rank(ServeConfig(), group, address, toy_engine)
     except BaseException as error:

@@ -1,24 +1,18 @@
 """A model over real gloo ranks: the same bits for every EP degree, redundancy and placement.
 
-Run by pytest this file starts itself as a script, which forks the ranks; they meet through a file.
-Each rank has sequences of its own, some have none, and all must say what one rank says alone.
+Each rank has sequences of its own, some have none, and all must say what one rank says alone. Run
+as a script this file is the ranks (gloo_ranks.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import random
-import signal
-import subprocess
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_ranks import fork_ranks, run_ranks
 
 from dispatch import create_dispatcher
 from ep.group import EPGroup
@@ -32,7 +26,6 @@ from models.deepseek.random_checkpoint import FP8_KINDS, write_random_checkpoint
 from models.deepseek.random_families import family_config
 from models.offline import OfflineRunner
 
-ROOT = Path(__file__).parents[2]
 NUM_SEQUENCES = 5
 SMALL = {"num_hidden_layers": 3, "vocab_size": 128, "eos_token_id": 1}
 
@@ -43,17 +36,7 @@ def test_same_bits_over_ranks(family: str, num_ranks: int, tmp_path: Path) -> No
     config = family_config(family, **SMALL)
     fp8 = FP8_KINDS[0] if family == "v3" else None
     write_random_checkpoint(tmp_path / "c", config, fp8=fp8, num_shards=2, tokenizer=False)
-    run = subprocess.run(
-        [sys.executable, __file__, str(num_ranks), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    reports = [(tmp_path / f"rank{r}.txt").read_text() for r in range(num_ranks)]
-    assert reports == ["same"] * num_ranks, reports
+    assert run_ranks(__file__, num_ranks, tmp_path, timeout=200) == ["same"] * num_ranks
 
 
 def kernels() -> Kernels:
@@ -144,38 +127,6 @@ def check(group: EPGroup, folder: Path) -> str:
     return "same"
 
 
-def rank_main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
-    group = EPGroup(rank, size, size, dist.group.WORLD, dist.group.WORLD)
-    (folder / f"rank{rank}.txt").write_text(check(group, folder))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main(size: int, folder: Path) -> int:
-    kernels()  # built and imported once, before the fork
-    children = []
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent
-            try:
-                rank_main(rank, size, folder)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(pid)
-    failed = sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
-    return min(failed, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    # Kernels are built and imported once, before the fork.
+    sys.exit(fork_ranks(check, before=lambda folder: kernels()))

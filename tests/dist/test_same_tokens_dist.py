@@ -1,27 +1,20 @@
 """Law 5 over real gloo ranks: whatever the expert-parallel degree, redundancy, where requests run
 and how they are cut, tokens and log-probabilities are bitwise those of one rank alone.
 
-Run by pytest this file starts itself as a script, which forks the ranks; one set of processes goes
-through all cases. Rank 0 also computes the plain run, in a group of one.
+One set of processes goes through all cases; rank 0 also computes the plain run, in a group of one.
+Run as a script this file is the ranks (gloo_ranks.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
 import random
-import signal
-import subprocess
 import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gloo_ranks import ROOT, fork_ranks, run_ranks
 
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
@@ -34,7 +27,6 @@ from moeserve.request import Request, SamplingParams
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 
-ROOT = Path(__file__).parents[2]
 LENGTH = 96
 # Checkpoint, dtype, redundant experts: 0, 3 or as many as there are. 16 + 3 and 32 + 3 divide by
 # neither 2 nor 4 (a slot is empty then), 17 + 3 by both.
@@ -65,16 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.dist
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_change_no_bit(num_ranks: int, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, __file__, str(num_ranks), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    reports = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(num_ranks)]
+    reports = run_ranks(__file__, num_ranks, tmp_path, timeout=250)
     plain = reports[0].pop("plain")
     compared = 0
     for case in reports[0]:
@@ -160,16 +143,8 @@ def serve(
     }
 
 
-def rank_main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
-    )
-    group = EPGroup(rank, size, size, dist.group.WORLD, dist.new_group(backend="gloo"))
+def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
+    rank, size = group.rank, group.size
     report: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     # Four ranks share two cores here: two cases that the others cover are left to two ranks.
@@ -190,37 +165,15 @@ def rank_main(rank: int, size: int, folder: Path) -> None:
         loaded.close()
     if rank == 0:
         report["plain"] = plain
-    (folder / f"rank{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
-def main() -> int:
-    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+def write_checkpoints(folder: Path) -> None:
     small = {"num_hidden_layers": 3, "max_position_embeddings": 256}
     for family, more in (("v3", {}), ("kimi", {"n_routed_experts": 17})):
         config = family_config(family, **small, **more)
         write_random_checkpoint(folder / family, config, tokenizer=False)
-    parent, children = os.getpid(), []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            code = 1
-            try:
-                if os.getppid() == parent:
-                    rank_main(rank, size, folder)
-                    code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return max(codes, key=abs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fork_ranks(rank_main, before=write_checkpoints))
