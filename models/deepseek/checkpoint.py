@@ -11,12 +11,18 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ep.placement import EMPTY, ExpertPlacement, PlacementError
+from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
 from models.deepseek.fp8 import scale_shape
 from models.deepseek.layout import SCALE_SUFFIX, Expected, expected_tensors, head_name, mtp_layers
-from models.deepseek.safetensors_index import INDEX_NAME, SafetensorsIndex, StoredTensor
+from models.deepseek.safetensors_index import (
+    DTYPES,
+    INDEX_NAME,
+    SafetensorsIndex,
+    StoredTensor,
+)
+from models.deepseek.shared import piece_region
 
 _FLOATS = ("BF16", "F16", "F32")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
@@ -28,10 +34,10 @@ _IGNORABLE = (".rotary_emb.inv_freq",)
 class LoadPlan:
     """What one rank will read. Bytes are payload bytes of the checkpoint.
 
-    hosted: tensors of this rank (scales included) by name; read_bytes by kind; total_bytes their
-    sum; elements: parameters by kind, every slot for an expert counted, the empty ones too (none is
-    read for them, but there is room for one); notes: what is left out on purpose, to be printed
-    once.
+    hosted: tensors of which this rank reads all or a part, by name (scales included); read_bytes by
+    kind; total_bytes their sum; elements: parameters by kind, every slot for an expert counted, the
+    empty ones too (none is read for them, but there is room for one), and those of the shared
+    expert where it is hosted; notes: what is left out on purpose, to be printed once.
     """
 
     index: SafetensorsIndex
@@ -44,6 +50,17 @@ class LoadPlan:
     read_bytes: dict[str, int]
     elements: dict[str, int]
     notes: tuple[str, ...]
+
+    @property
+    def shared_in_slots(self) -> bool:
+        """Whether the shared expert's pieces are logical experts E .. E + n - 1 (shared.py)."""
+        return self.placement.num_logical_experts > self.config.n_routed_experts
+
+    @property
+    def picks_per_token(self) -> int:
+        """Experts that compute a token, those of the shared expert in slots included."""
+        shared = self.placement.num_logical_experts - self.config.n_routed_experts
+        return self.config.num_experts_per_tok + shared
 
     @property
     def total_bytes(self) -> int:
@@ -91,7 +108,7 @@ def preflight(
     notes = _check_leftovers(config, index, everything, skipped, problems)
     if problems:
         raise CheckpointError(str(directory), problems)
-    hosted, read_bytes, elements = _hosted(index, expected, placement, rank)
+    hosted, read_bytes, elements = _hosted(config, index, expected, placement, rank)
     return LoadPlan(
         index, config, placement, rank, with_mtp, expected, hosted, read_bytes, elements, notes
     )
@@ -107,10 +124,12 @@ def _check_placement(
             f"({config.num_moe_layers} MoE layers"
             + (f" + {config.num_mtp_layers} MTP layers)" if with_mtp else ", MTP not loaded)")
         )
-    if placement.num_logical_experts != config.n_routed_experts:
+    routed, shared = config.n_routed_experts, config.n_shared_experts
+    if placement.num_logical_experts not in (routed, routed + shared):
+        hosted = f", or {routed + shared} with the shared expert in slots" if shared else ""
         raise PlacementError(
             f"placement has {placement.num_logical_experts} logical experts; "
-            f"this model has {config.n_routed_experts}"
+            f"this model has {routed}{hosted}"
         )
     if not 0 <= rank < placement.num_ranks:
         raise PlacementError(f"rank {rank}: valid are 0..{placement.num_ranks - 1}")
@@ -246,31 +265,47 @@ def _tell_extra_layers(config: DeepSeekConfig, unexpected: list[str], problems: 
 
 
 def _hosted(
-    index: SafetensorsIndex, expected: dict[str, Expected], placement: ExpertPlacement, rank: int
+    config: DeepSeekConfig,
+    index: SafetensorsIndex,
+    expected: dict[str, Expected],
+    placement: ExpertPlacement,
+    rank: int,
 ) -> tuple[frozenset[str], dict[str, int], dict[str, int]]:
-    copies = [_counts(placement.experts_of(rank, row)) for row in range(placement.num_layers)]
+    local = [set(placement.experts_of(rank, row)) for row in range(placement.num_layers)]
+    shared_in_slots = placement.num_logical_experts > config.n_routed_experts
     hosted: list[str] = []
     read_bytes: dict[str, int] = {}
     elements: dict[str, int] = {}
     for item in expected.values():
         size = math.prod(item.shape)
-        if item.expert == 0 and (empty := copies[item.row].get(EMPTY, 0)):
-            elements[item.kind] = elements.get(item.kind, 0) + empty * size
-        times = copies[item.row].get(item.expert, 0) if item.expert >= 0 else 1
-        if not times:
-            continue
-        elements[item.kind] = elements.get(item.kind, 0) + times * size
+        if item.expert == 0:  # one tensor of every slot, whatever lies in it
+            elements[item.kind] = elements.get(item.kind, 0) + placement.num_local_experts * size
+        elif item.expert < 0 and not (shared_in_slots and item.kind == "shared_expert"):
+            elements[item.kind] = elements.get(item.kind, 0) + size
         names = [item.name]
         if item.name + SCALE_SUFFIX in index.tensors:
             names.append(item.name + SCALE_SUFFIX)
-        hosted += names
-        nbytes = sum(index.tensors[n].nbytes for n in names)
-        read_bytes[item.kind] = read_bytes.get(item.kind, 0) + nbytes
+        if shared_in_slots and item.kind == "shared_expert":
+            experts = range(config.n_routed_experts, placement.num_logical_experts)
+            pieces = [j for j, expert in enumerate(experts) if expert in local[item.row]]
+            nbytes = sum(_piece_bytes(config, index, names, j) for j in pieces)
+        elif item.expert < 0 or item.expert in local[item.row]:
+            nbytes = sum(index.tensors[n].nbytes for n in names)
+        else:
+            continue
+        if nbytes:
+            hosted += names
+            read_bytes[item.kind] = read_bytes.get(item.kind, 0) + nbytes
     return frozenset(hosted), read_bytes, elements
 
 
-def _counts(experts: list[int]) -> dict[int, int]:
-    out: dict[int, int] = {}
-    for expert in experts:
-        out[expert] = out.get(expert, 0) + 1
-    return out
+def _piece_bytes(
+    config: DeepSeekConfig, index: SafetensorsIndex, names: list[str], piece: int
+) -> int:
+    """Of a weight of the shared expert, and of its scale where names has one."""
+    region = piece_region(config, names[0], piece)
+    regions = (region, region.blocks())
+    return sum(
+        part.size * DTYPES[index.tensors[name].dtype].itemsize
+        for name, part in zip(names, regions, strict=False)
+    )

@@ -18,7 +18,7 @@ SCALE_SUFFIX = "_scale_inv"
 @dataclass(frozen=True)
 class Expected:
     """One tensor. layer: model layer or -1; row: placement row of its MoE layer or -1; expert:
-    logical expert or -1. matrix: a linear weight, which a block scale may accompany."""
+    routed expert or -1. matrix: a linear weight, which a block scale may accompany."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ def _layer(c: DeepSeekConfig, layer: int, dense: bool) -> list[Expected]:
         out.append(Expected(bias, (experts,), "gate", matrix=False, layer=layer, row=row))
     if c.n_shared_experts:
         width = c.moe_intermediate_size * c.n_shared_experts
-        out += _mlp(p + "mlp.shared_experts.", d, width, "shared_expert", layer)
+        out += _mlp(p + "mlp.shared_experts.", d, width, "shared_expert", layer, row)
     for expert in range(experts):
         prefix = f"{p}mlp.experts.{expert}."
         out += _mlp(prefix, d, c.moe_intermediate_size, "experts", layer, row, expert)

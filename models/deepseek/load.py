@@ -17,8 +17,9 @@ from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import Kernels
-from models.deepseek.loader import Progress, WeightLoader
+from models.deepseek.loader import WeightLoader
 from models.deepseek.model import DeepSeekModel
+from models.deepseek.tensor_reader import Progress
 
 DTYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = ("auto", "fp8", "dequantised")
@@ -85,7 +86,7 @@ def load_model(
     dispatcher = dispatcher_factory(
         DispatchConfig(
             hidden_size=config.hidden_size,
-            top_k=config.num_experts_per_tok,
+            top_k=plan.picks_per_token,
             num_physical_experts=placement.num_physical_experts,
             max_tokens_per_rank=max_tokens_per_rank,
             dtype=dtype,

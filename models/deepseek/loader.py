@@ -7,11 +7,7 @@ Knows nothing of ranks (the plan does) and nothing of model math.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -20,10 +16,9 @@ from torch import Tensor
 from ep.placement import EMPTY
 from models.deepseek.checkpoint import LoadPlan
 from models.deepseek.errors import CheckpointError
-from models.deepseek.fp8 import Fp8Rows, dequantise_weight, scale_to_float
+from models.deepseek.fp8 import Fp8Rows
 from models.deepseek.kernels.base import ExpertWeights, Fp8ExpertWeights, Kernels, LinearWeight
 from models.deepseek.layout import (
-    SCALE_SUFFIX,
     embed_name,
     final_norm_name,
     head_name,
@@ -31,6 +26,8 @@ from models.deepseek.layout import (
     mtp_layers,
     placement_row,
 )
+from models.deepseek.shared import pieces_on_blocks
+from models.deepseek.tensor_reader import Progress, TensorReader
 from models.deepseek.weights import (
     AttentionWeights,
     LayerWeights,
@@ -40,31 +37,8 @@ from models.deepseek.weights import (
     MtpWeights,
 )
 
-# (bytes done, bytes in all, MB/s so far); called from loader threads, one at a time.
-Progress = Callable[[int, int, float], None]
 _COMPARE_BYTES = 1 << 26
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
-
-
-class _Progress:
-    """Serialises the callback and keeps it to ten calls a second."""
-
-    def __init__(self, total: int, callback: Progress | None) -> None:
-        self._total, self._callback = total, callback
-        self._start, self._last = time.perf_counter(), 0.0
-        self._done = 0
-        self._lock = Lock()
-
-    def update(self, done: int, last: bool = False) -> None:
-        if self._callback is None:
-            return
-        now = time.perf_counter()
-        with self._lock:
-            done = self._done = max(done, self._done)
-            if last or now - self._last >= 0.1:
-                self._last = now
-                seconds = max(now - self._start, 1e-9)
-                self._callback(done, self._total, done / seconds / 1e6)
 
 
 class WeightLoader:
@@ -88,15 +62,11 @@ class WeightLoader:
         device: torch.device | str = "cpu",
     ) -> None:
         self.plan, self.config, self.index = plan, plan.config, plan.index
-        self.kernels, self.dtype = kernels, dtype
-        self.keep_kv_b, self.keep_fp8 = keep_kv_b, keep_fp8
-        self.device = torch.device(device)
+        self.kernels, self.dtype, self.keep_kv_b = kernels, dtype, keep_kv_b
+        self.read = TensorReader(plan, kernels, dtype, torch.device(device), keep_fp8, progress)
         self._num_threads = num_threads
-        self._progress = _Progress(plan.total_bytes, progress)
-        self._problems: list[str] = []
         self._notes: list[str] = list(plan.notes)
-        self._coarse_biases: list[str] = []
-        self._unaligned: list[str] = []
+        self._mixed: list[str] = []
 
     def load(self) -> ModelWeights:
         """Raises CheckpointError for faults that only the payload shows."""
@@ -110,20 +80,14 @@ class WeightLoader:
             embed, head, mtp_tables = tables.result()
             loaded = {n: _join(parts) for n, parts in layers.items()}
             mtp_weights = [MtpWeights(loaded[n], *mtp_tables[n], **extras[n].result()) for n in mtp]
-        final_norm = self._vector(final_norm_name(c))
-        self._progress.update(self.index.bytes_read, last=True)
-        self.index.close()
-        if self._problems:
-            raise CheckpointError(str(self.index.directory), sorted(self._problems))
-        if self._coarse_biases:
+        final_norm = self.read.vector(final_norm_name(c))
+        self.read.finish()
+        if self.read.problems:
+            raise CheckpointError(str(self.index.directory), sorted(self.read.problems))
+        if self._mixed:
             self._notes.append(
-                f"{len(self._coarse_biases)} gate biases are stored in less than F32, which may "
-                f"change choices of experts: {min(self._coarse_biases)}, ..."
-            )
-        if self._unaligned:
-            self._notes.append(
-                f"{len(self._unaligned)} FP8 weights are dequantised, since scales change within a "
-                f"panel of their rows: {min(self._unaligned)}, ..."
+                f"experts of {len(self._mixed)} layers are dequantised: some are stored as FP8, "
+                f"but not all that may lie in one slot could stay so: {min(self._mixed)}, ..."
             )
         return ModelWeights(
             embed=embed,
@@ -132,73 +96,8 @@ class WeightLoader:
             head=head,
             mtp=mtp_weights,
             bytes_read=self.index.bytes_read,
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self.read.notes()),
         )
-
-    # -- single tensors --------------------------------------------------------------------
-
-    def _matrix(self, name: str) -> Tensor:
-        """[out, in] in the model dtype (a view of the file when it is stored so)."""
-        assert name in self.plan.hosted
-        weight = self.index.read(name)
-        if weight.dtype != torch.float8_e4m3fn:
-            return self._finite(f"tensor {name}", weight.to(self.dtype))
-        value = dequantise_weight(weight, self._scale(name), self.dtype)
-        return self._finite(f"tensor {name}", value)
-
-    def _rows(self, name: str) -> Tensor | Fp8Rows:
-        """As _matrix, but rows of FP8 as they are where they may stay so."""
-        if not self._stays_fp8(name):
-            return self._matrix(name)
-        assert name in self.plan.hosted
-        rows = Fp8Rows.of(self.index.read(name), self._scale(name))
-        if not rows.is_finite(self.dtype):
-            self._problems.append(f"tensor {name} holds NaN or infinity")
-        return rows
-
-    def _stays_fp8(self, name: str) -> bool:
-        return self.keep_fp8 and self.index.tensors[name].dtype == "F8_E4M3"
-
-    def _scale(self, name: str) -> Tensor:
-        """fp32 scales of the FP8 weight `name`."""
-        scale = scale_to_float(self.index.read(name + SCALE_SUFFIX))
-        if bool((scale < 0).any()):
-            self._problems.append(f"scale {name}{SCALE_SUFFIX} holds negative values")
-        return self._finite(f"scale {name}{SCALE_SUFFIX}", scale)
-
-    def _vector(self, name: str) -> Tensor:
-        value = self.index.read(name).to(torch.float32, copy=True).to(self.device)
-        return self._finite(f"tensor {name}", value)
-
-    def _finite(self, what: str, value: Tensor) -> Tensor:
-        """value: one NaN in it would poison the tokens that meet it, and then their neighbours."""
-        # The extremes propagate NaN, and finding them is ten times quicker than isfinite.
-        low, high = value.aminmax()
-        if not math.isfinite(low) or not math.isfinite(high):
-            self._problems.append(f"{what} holds NaN or infinity")
-        return value
-
-    def _linear(self, name: str, *pieces: Tensor | Fp8Rows) -> LinearWeight:
-        """Rows of the pieces joined: a copy in any case, so that no weight lives in the file."""
-        quantised = tuple(p for p in pieces if isinstance(p, Fp8Rows))
-        if quantised and len(quantised) == len(pieces):
-            rows = Fp8Rows.join(quantised)
-            moved = Fp8Rows(rows.values.to(self.device), rows.scales.to(self.device))
-            kept = self.kernels.fp8_linear_weight(moved, self.dtype)
-            if kept is not None:
-                return kept
-        if quantised:
-            self._unaligned.append(name)
-        plain = [p.dequantise(self.dtype) if isinstance(p, Fp8Rows) else p for p in pieces]
-        joined = torch.cat(plain) if len(plain) > 1 else plain[0].clone()
-        return self.kernels.linear_weight(joined.to(self.device), self.dtype)
-
-    def _done(self, names: Iterable[str]) -> None:
-        for name in names:
-            for stored in (name, name + SCALE_SUFFIX):
-                if stored in self.plan.hosted:
-                    self.index.release(stored)
-        self._progress.update(self.index.bytes_read)
 
     # -- pieces of a layer -----------------------------------------------------------------
 
@@ -206,8 +105,8 @@ class WeightLoader:
         c = self.config
         p = layer_prefix(c, layer)
         parts: dict[str, Any] = {
-            "input_norm": pool.submit(self._vector, p + "input_layernorm.weight"),
-            "post_norm": pool.submit(self._vector, p + "post_attention_layernorm.weight"),
+            "input_norm": pool.submit(self.read.vector, p + "input_layernorm.weight"),
+            "post_norm": pool.submit(self.read.vector, p + "post_attention_layernorm.weight"),
             "attention": pool.submit(self._attention, p + "self_attn."),
         }
         if layer < c.first_k_dense_replace:
@@ -219,19 +118,37 @@ class WeightLoader:
         for slot, expert in enumerate(local):
             if expert != EMPTY:
                 slots.setdefault(expert, []).append(slot)
-        names = [f"{p}mlp.experts.{expert}.{n}.weight" for expert in slots for n in _EXPERT_PARTS]
-        stay = bool(names) and all(self._stays_fp8(name) for name in names)
+        stay = self._experts_stay_fp8(p + "mlp.")
         make = self.kernels.allocate_fp8_experts if stay else self.kernels.allocate_experts
         experts = make(len(local), c.hidden_size, c.moe_intermediate_size, self.dtype)
         parts["stores"] = [
-            pool.submit(self._store, f"{p}mlp.experts.{expert}.", experts, where, stay)
+            pool.submit(self._store, p + "mlp.", expert, experts, where, stay)
             for expert, where in slots.items()
         ]
-        parts["gate"] = pool.submit(self._gate, p + "mlp.gate.")
-        if c.n_shared_experts:
-            parts["shared"] = pool.submit(self._mlp, p + "mlp.shared_experts.")
-        parts["moe"] = (row, experts)
+        parts["gate"] = pool.submit(self.read.gate, p + "mlp.gate.")
+        if c.n_shared_experts and not self.plan.shared_in_slots:
+            parts["shared"] = pool.submit(self._shared, p + "mlp.shared_experts.")
+        layout = (
+            f"{self.kernels.name}, {'e4m3 for ' if stay else ''}{self.dtype}, D={c.hidden_size}, "
+            f"I={c.moe_intermediate_size}, {experts.nbytes // experts.num_slots} bytes"
+        )
+        parts["moe"] = (row, experts, layout)
         return parts
+
+    def _experts_stay_fp8(self, p: str) -> bool:
+        """Of all experts of the layer, wherever they live, so that slots are alike on all ranks."""
+        c = self.config
+        owners = [f"{p}experts.{expert}." for expert in range(c.n_routed_experts)]
+        if self.plan.shared_in_slots:
+            owners.append(f"{p}shared_experts.")
+        found = {
+            self.read.stays_fp8(f"{owner}{n}.weight") for owner in owners for n in _EXPERT_PARTS
+        }
+        if self.plan.shared_in_slots and not pieces_on_blocks(c):
+            found.add(False)
+        if len(found) > 1:
+            self._mixed.append(p.removesuffix(".mlp."))
+        return found == {True}
 
     def _attention(self, p: str) -> AttentionWeights:
         c, heads = self.config, self.config.num_attention_heads
@@ -244,28 +161,28 @@ class WeightLoader:
             first = self._paired(p + "q_proj.weight", heads)
         else:
             names += ["q_a_proj", "q_b_proj"]
-            first = self._rows(p + "q_a_proj.weight")
-            q_a_norm = self._vector(p + "q_a_layernorm.weight")
-            q_b = self._linear(p + "q_b_proj", self._paired(p + "q_b_proj.weight", heads))
-        kv_b = self._matrix(p + "kv_b_proj.weight")
+            first = self.read.rows(p + "q_a_proj.weight")
+            q_a_norm = self.read.vector(p + "q_a_layernorm.weight")
+            q_b = self.read.linear(p + "q_b_proj", self._paired(p + "q_b_proj.weight", heads))
+        kv_b = self.read.matrix(p + "kv_b_proj.weight")
         n, v, rank = c.qk_nope_head_dim, c.v_head_dim, c.kv_lora_rank
         per_head = kv_b.view(heads, n + v, rank)
         up_k, up_v = per_head[:, :n], per_head[:, n:]
         weights = AttentionWeights(
-            qkv_a=self._linear(p + "kv_a_proj_with_mqa", first, kv_a),
+            qkv_a=self.read.linear(p + "kv_a_proj_with_mqa", first, kv_a),
             q_a_norm=q_a_norm,
             q_b=q_b,
-            kv_a_norm=self._vector(p + "kv_a_layernorm.weight"),
-            w_uk=self._linear(p + "kv_b_proj", up_k.transpose(1, 2).reshape(heads * rank, n)),
-            w_uv=self._linear(p + "kv_b_proj", up_v.reshape(heads * v, rank)),
-            kv_b=self._linear(p + "kv_b_proj", kv_b) if self.keep_kv_b else None,
-            o=self._linear(p + "o_proj", self._rows(p + "o_proj.weight")),
+            kv_a_norm=self.read.vector(p + "kv_a_layernorm.weight"),
+            w_uk=self.read.linear(p + "kv_b_proj", up_k.transpose(1, 2).reshape(heads * rank, n)),
+            w_uv=self.read.linear(p + "kv_b_proj", up_v.reshape(heads * v, rank)),
+            kv_b=self.read.linear(p + "kv_b_proj", kv_b) if self.keep_kv_b else None,
+            o=self.read.linear(p + "o_proj", self.read.rows(p + "o_proj.weight")),
         )
-        self._done(f"{p}{name}.weight" for name in names)
+        self.read.done(f"{p}{name}.weight" for name in names)
         return weights
 
     def _paired(self, name: str, heads: int) -> Tensor | Fp8Rows:
-        rows = self._rows(name)
+        rows = self.read.rows(name)
         if isinstance(rows, Fp8Rows):
             return rows.move(lambda x: _pair_rows(x, heads, self.config))
         return _pair_rows(rows, heads, self.config)
@@ -273,40 +190,47 @@ class WeightLoader:
     def _mlp(self, p: str) -> MlpWeights:
         names = [f"{p}{n}.weight" for n in _EXPERT_PARTS]
         weights = MlpWeights(
-            gate_up=self._linear(names[0], self._rows(names[0]), self._rows(names[1])),
-            down=self._linear(names[2], self._rows(names[2])),
+            gate_up=self.read.linear(names[0], self.read.rows(names[0]), self.read.rows(names[1])),
+            down=self.read.linear(names[2], self.read.rows(names[2])),
         )
-        self._done(names)
+        self.read.done(names)
         return weights
 
-    def _store(
-        self, p: str, experts: ExpertWeights | Fp8ExpertWeights, slots: list[int], stay: bool
-    ) -> None:
+    def _shared(self, p: str) -> tuple[MlpWeights, ...]:
+        """The shared expert, in pieces of an expert's width."""
         names = [f"{p}{n}.weight" for n in _EXPERT_PARTS]
-        if stay:
-            quantised = [cast(Fp8Rows, self._rows(name)) for name in names]
-            for slot in slots:
-                cast(Fp8ExpertWeights, experts).store_fp8(slot, *quantised)
-        else:
-            gate, up, down = (self._matrix(name) for name in names)
-            for slot in slots:
-                experts.store(slot, gate, up, down)
-        self._done(names)
+        gates, ups, downs = (self.read.pieces_of(name) for name in names)
+        pieces = tuple(
+            MlpWeights(self.read.linear(names[0], gate, up), self.read.linear(names[2], down))
+            for gate, up, down in zip(gates, ups, downs, strict=True)
+        )
+        self.read.done(names)
+        return pieces
 
-    def _gate(self, p: str) -> tuple[Tensor, Tensor | None]:
-        name = p + "weight"
-        weight = self.index.read(name)
-        if weight.dtype == torch.float8_e4m3fn:
-            weight = dequantise_weight(weight, self._scale(name))
-        gate = self._finite(f"gate {name}", weight.to(torch.float32, copy=True).to(self.device))
-        if not self.config.has_gate_bias:
-            return gate, None
-        name = p + "e_score_correction_bias"
-        bias = self._vector(name)
-        stored = self.index.tensors[name].dtype
-        if stored != "F32":
-            self._coarse_biases.append(f"{name} ({stored})")
-        return gate, bias
+    def _store(
+        self,
+        p: str,
+        expert: int,
+        experts: ExpertWeights | Fp8ExpertWeights,
+        slots: list[int],
+        stay: bool,
+    ) -> None:
+        """Read a logical expert into all slots that hold it."""
+        piece = expert - self.config.n_routed_experts
+        owner = f"{p}experts.{expert}." if piece < 0 else f"{p}shared_experts."
+        names = [f"{owner}{n}.weight" for n in _EXPERT_PARTS]
+        if piece >= 0:
+            parts = [self.read.piece(name, piece, stay) for name in names]
+        elif stay:
+            parts = [self.read.rows(name) for name in names]
+        else:
+            parts = [self.read.matrix(name) for name in names]
+        for slot in slots:
+            if stay:
+                cast(Fp8ExpertWeights, experts).store_fp8(slot, *cast(list[Fp8Rows], parts))
+            else:
+                experts.store(slot, *cast(list[Tensor], parts))
+        self.read.done(names)
 
     # -- embedding, head, MTP --------------------------------------------------------------
 
@@ -316,12 +240,14 @@ class WeightLoader:
         """Embedding and head, and MTP's copies of them, compared byte by byte."""
         c = self.config
         raw_embed = self.index.read(embed_name(c))
-        embed = self._matrix_of(embed_name(c), raw_embed)
+        embed = self.read.matrix_of(embed_name(c), raw_embed)
         stored_head = head_name(c) if head_name(c) in self.plan.index.tensors else embed_name(c)
         raw_head = raw_embed if stored_head == embed_name(c) else self.index.read(stored_head)
         if c.tie_word_embeddings and not _same_bytes(raw_head, raw_embed):
-            self._problems.append(f"tensor {stored_head} differs from the embedding it is tied to")
-        head = self._linear(stored_head, self._matrix_of(stored_head, raw_head))
+            self.read.problems.append(
+                f"tensor {stored_head} differs from the embedding it is tied to"
+            )
+        head = self.read.linear(stored_head, self.read.matrix_of(stored_head, raw_head))
         copies: dict[int, tuple[Tensor, LinearWeight]] = {}
         for layer in mtp:
             p = layer_prefix(c, layer)
@@ -329,31 +255,23 @@ class WeightLoader:
             raw = [self.index.read(name) for name in names]
             own_embed, own_head = embed, head
             if not _same_bytes(raw[0], raw_embed):
-                own_embed = self._matrix_of(names[0], raw[0])
+                own_embed = self.read.matrix_of(names[0], raw[0])
                 self._notes.append(f"{names[0]} differs from the main embedding: kept apart")
             if not _same_bytes(raw[1], raw_head):
-                own_head = self._linear(names[1], self._matrix_of(names[1], raw[1]))
+                own_head = self.read.linear(names[1], self.read.matrix_of(names[1], raw[1]))
                 self._notes.append(f"{names[1]} differs from the main head: kept apart")
             copies[layer] = own_embed, own_head
-            self._done(names)
-        self._done((embed_name(c), stored_head))
+            self.read.done(names)
+        self.read.done((embed_name(c), stored_head))
         return embed, head, copies
-
-    def _matrix_of(self, name: str, raw: Tensor) -> Tensor:
-        """An own copy in the model dtype of a tensor that has been read already."""
-        if raw.dtype == torch.float8_e4m3fn:
-            value = dequantise_weight(raw, self._scale(name), self.dtype)
-        else:
-            value = raw.to(self.dtype, copy=True)
-        return self._finite(f"tensor {name}", value).to(self.device)
 
     def _mtp_extras(self, layer: int) -> dict[str, Any]:
         p = layer_prefix(self.config, layer)
         return {
-            "enorm": self._vector(p + "enorm.weight"),
-            "hnorm": self._vector(p + "hnorm.weight"),
-            "eh_proj": self._linear(p + "eh_proj", self._rows(p + "eh_proj.weight")),
-            "head_norm": self._vector(p + "shared_head.norm.weight"),
+            "enorm": self.read.vector(p + "enorm.weight"),
+            "hnorm": self.read.vector(p + "hnorm.weight"),
+            "eh_proj": self.read.linear(p + "eh_proj", self.read.rows(p + "eh_proj.weight")),
+            "head_norm": self.read.vector(p + "shared_head.norm.weight"),
         }
 
 
@@ -366,9 +284,9 @@ def _join(parts: dict[str, Any]) -> LayerWeights:
         store.result()
     ffn = result("ffn")
     if ffn is None:
-        row, experts = parts["moe"]
+        row, experts, layout = parts["moe"]
         gate, bias = result("gate")
-        ffn = MoeWeights(row, gate, bias, experts, result("shared"))
+        ffn = MoeWeights(row, gate, bias, experts, result("shared") or (), layout)
     return LayerWeights(result("input_norm"), result("post_norm"), result("attention"), ffn)
 
 

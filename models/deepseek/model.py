@@ -60,7 +60,7 @@ class DeepSeekModel:
         self.num_mtp_layers = len(weights.mtp)
         self._naive_from = None if deterministic else naive_from(config)
         self._attention = Attention(config, kernels, table.to(self.device))
-        self._moe = MoE(kernels, dispatcher, config.gate_spec(), config.n_routed_experts, rank)
+        self._moe = MoE(kernels, dispatcher, config.gate_spec(), rank)
         self.adopt_placement(placement)
 
     # -- placement -------------------------------------------------------------------------
@@ -70,12 +70,25 @@ class DeepSeekModel:
         rows = len(self.weights.moe_layers())
         if placement.num_layers != rows:
             raise PlacementError(f"placement has {placement.num_layers} layers, this model {rows}")
+        experts = self.config.n_routed_experts
+        if not self.weights.moe_layers()[0].shared:
+            experts += self.config.n_shared_experts
+        if placement.num_logical_experts != experts:
+            raise PlacementError(
+                f"placement has {placement.num_logical_experts} logical experts, "
+                f"this model {experts}"
+            )
         self.placement = placement
         self._routing = [RoutingTable.build(placement, row, self.device) for row in range(rows)]
 
     def expert_weights(self) -> list[ExpertWeights]:
         """This rank's slots, one entry a placement row: what migration moves (`bundle`)."""
         return [moe.experts for moe in self.weights.moe_layers()]
+
+    def bundle_layouts(self) -> list[str]:
+        """What the bytes of each row's bundles mean: experts move only between ranks that have the
+        same (`MoeWeights.bundle_layout`)."""
+        return [moe.bundle_layout for moe in self.weights.moe_layers()]
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights on this rank by kind."""

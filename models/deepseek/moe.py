@@ -4,7 +4,11 @@ Knows: the order of these steps. The collectives in it run whatever the number o
 The gate applies routed_scaling_factor, combine (or `run_experts`) the top-k weights, this file the
 shared expert: each once (law 2).
 
-Shape letters: T tokens, D hidden, K top-k, E logical experts.
+The shared expert comes in n pieces (shared.py). Where they lie in slots they are logical experts
+E .. E + n - 1, which every token picks last, with weight 1: combine then adds them in the order in
+which they are added here where each rank computes them for its own tokens. The bits are the same.
+
+Shape letters: T tokens, D hidden, K top-k, E routed experts, n pieces of the shared expert.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from dispatch.route import RoutingTable, count_picks, route, token_keys
+from dispatch.route import RoutingTable, route, token_keys
 from models.deepseek.experts import run_experts
 from models.deepseek.kernels.base import GateSpec, Kernels
 from models.deepseek.weights import MoeWeights
@@ -46,25 +50,23 @@ class Clock:
 class MoE:
     """The MoE of all layers: weights and routing table come with each call. rank: the home rank."""
 
-    def __init__(
-        self, kernels: Kernels, dispatcher: Dispatcher, spec: GateSpec, num_experts: int, rank: int
-    ) -> None:
-        self.kernels, self.dispatcher, self.spec = kernels, dispatcher, spec
-        self.num_experts, self.rank = num_experts, rank
+    def __init__(self, kernels: Kernels, dispatcher: Dispatcher, spec: GateSpec, rank: int) -> None:
+        self.kernels, self.dispatcher, self.spec, self.rank = kernels, dispatcher, spec, rank
 
     def __call__(self, x: Tensor, weights: MoeWeights, table: RoutingTable, clock: Clock) -> Tensor:
         """x [T, D] normed -> [T, D] in the model dtype, to be added to the residual."""
         with clock.part("gate"):
             ids, scores = self.kernels.gate(x, weights.gate, weights.bias, self.spec)
+            ids, scores = with_shared(ids, scores, weights.gate.shape[0], table.num_logical_experts)
             if clock.observer is not None:
-                clock.observer.expert_picks(weights.row, count_picks(ids, self.num_experts))
+                clock.observer.expert_picks(weights.row, ids)
             slots = route(ids, table, token_keys(x.shape[0], self.rank, x.device))
         with clock.part("dispatch"):
             handle = self.dispatcher.dispatch_start(x, slots, scores)
-        shared: Tensor | None = None
-        with clock.part("experts"):  # the shared expert needs no dispatch: it fills the wait
-            if weights.shared is not None:
-                shared = self.kernels.mlp(x, weights.shared.gate_up, weights.shared.down)
+            if clock.observer is not None:
+                clock.observer.rows_sent(weights.row, self.dispatcher.stats.rows_sent_to_rank)
+        with clock.part("experts"):  # here the shared expert needs no dispatch: it fills the wait
+            shared = [self.kernels.mlp(x, w.gate_up, w.down) for w in weights.shared]
         with clock.part("dispatch"):
             received = self.dispatcher.dispatch_finish(handle)
         with clock.part("experts"):
@@ -73,6 +75,16 @@ class MoE:
         with clock.part("combine"):
             self.dispatcher.combine_start(handle, y, index)
             out = self.dispatcher.combine_finish(handle)  # [T, D] fp32
-            if shared is not None:
-                out = out + shared.to(torch.float32)
+            for piece in shared:
+                out = out + piece.to(torch.float32)
             return out.to(x.dtype)
+
+
+def with_shared(ids: Tensor, scores: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """ids [T, K] int32, scores [T, K] fp32 -> [T, K + n]: experts first .. end - 1 picked by every
+    token, last in routing order, with weight 1."""
+    if end == first:
+        return ids, scores
+    shape = (ids.shape[0], end - first)
+    shared = torch.arange(first, end, dtype=ids.dtype, device=ids.device).expand(shape)
+    return torch.cat((ids, shared), 1), torch.cat((scores, scores.new_ones(shape)), 1)

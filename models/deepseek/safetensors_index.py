@@ -116,11 +116,22 @@ class SafetensorsIndex:
 
     def read(self, name: str) -> Tensor:
         """The tensor over the mapped file: no copy is made. Keep no reference after `close`."""
+        with self._lock:
+            self.bytes_read += self.tensors[name].nbytes
+        return self._view(name)
+
+    def read_part(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Rows and columns [begin, end) of a matrix, of which alone the bytes are counted."""
+        part = self._view(name)[slice(*rows), slice(*columns)]
+        with self._lock:
+            self.bytes_read += part.nbytes
+        return part
+
+    def _view(self, name: str) -> Tensor:
         stored = self.tensors[name]
         dtype = DTYPES[stored.dtype]
         with self._lock:
             view = self._map(stored.file)
-            self.bytes_read += stored.nbytes
         if stored.nbytes == 0:
             return torch.empty(stored.shape, dtype=dtype)
         count = stored.nbytes // dtype.itemsize

@@ -39,13 +39,19 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """gate [E, D] and bias [E] fp32; experts: this rank's slots; row: of the placement."""
+    """gate [E, D] and bias [E] fp32; experts: this rank's slots; row: of the placement.
+
+    shared: the shared expert in pieces of an expert's width, whose results add up (shared.py); none
+    where it lies in slots. bundle_layout: what the bytes of a slot mean; only between ranks that
+    have the same one may an expert travel as bytes.
+    """
 
     row: int
     gate: Tensor
     bias: Tensor | None
     experts: ExpertWeights
-    shared: MlpWeights | None
+    shared: tuple[MlpWeights, ...]
+    bundle_layout: str
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,8 @@ class ModelWeights:
             else:
                 add("gate", ffn.gate, ffn.bias)
                 add("experts", ffn.experts)
-                if ffn.shared is not None:
-                    add("shared_expert", ffn.shared.gate_up, ffn.shared.down)
+                for piece in ffn.shared:
+                    add("shared_expert", piece.gate_up, piece.down)
         for m in self.mtp:
             add("norm", m.enorm, m.hnorm, m.head_norm)
             add("mtp", m.embed, m.head, m.eh_proj)
