@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launch.env import RankEnv, usable_cores
 from launch.settings import Given
 from moeserve.errors import ConfigError
+from moeserve.words import counted
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
@@ -55,8 +56,10 @@ class Bench:
 
     def run(self, given: Given) -> None:
         env = RankEnv.read(os.environ)
-        config = given.resolve()
-        batches = self._batches()
+        problems: list[str] = []
+        batches = self._batches(problems)
+        config = given.resolve(own=problems)
+        self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
             from launch.job import run_job
             from launch.serve import report_end
@@ -74,11 +77,25 @@ class Bench:
             rank = RankProcess(config, env)
             rank.run(lambda job: self._measure(config, job.group, batches))
 
-    def _batches(self) -> list[int]:
+    def _batches(self, problems: list[str]) -> list[int]:
         sizes = [int(x) if x.strip().isdecimal() else 0 for x in self.batch.split(",")]
         if min(sizes) < 1:
-            raise ConfigError([f"batch={self.batch!r}: must be numbers >= 1, such as 1,8,32"])
+            problems.append(f"--batch {self.batch!r}: must be numbers >= 1, such as 1,8,32")
         return sizes
+
+    def _check_lengths(self, config: ServeConfig) -> None:
+        """What the model cannot hold is refused before its weights are read."""
+        from moeserve.folder import read_model
+
+        model, _ = read_model(config.model.checkpoint)
+        assert model is not None, "resolve refuses such folders"
+        for flags, tokens in (
+            ("--prompt-length + --output-length", self.prompt_length + self.output_length),
+            ("--prefill-length + 1", self.prefill_length + 1),
+        ):
+            most = model.max_position_embeddings
+            if tokens > most:
+                raise ConfigError([f"{flags} = {tokens}: this model has {most} positions"])
 
     def _with_room(self, config: ServeConfig, batch: int) -> ServeConfig:
         """Grow what was not set, so that the largest batch runs at once; refuse what is small."""
@@ -250,7 +267,7 @@ def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads:
     from rich.table import Table
 
     name = config.model.checkpoint.resolve().name
-    title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {threads} threads a rank"
+    title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {counted(threads, 'thread')} a rank"
     table = Table(title=title)
     for column in ("what", "batch", "tokens", "tokens/s", "ms a step"):
         table.add_column(column, justify="left" if column == "what" else "right")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Generator, Iterator
 
 import httpx
 
-from moeserve.errors import MoeserveError
+from moeserve.errors import ConfigError, MoeserveError
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+COMMANDS = ("/reset", "/help", "/quit", "/exit")
+_COMMAND = re.compile(r"/[A-Za-z]+")  # /etc/hosts or "/ 2" is a message
 
 
 class Chat:
@@ -32,7 +35,7 @@ class Chat:
     ) -> None:
         if "://" not in url:
             url = "http://" + url
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = _checked(url).rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # Loading a prompt may take long; connecting may not.
         timeout = httpx.Timeout(600, connect=5)
@@ -40,11 +43,12 @@ class Chat:
         self._model, self._system = model, system
         self._options = {"max_tokens": max_tokens, "temperature": temperature}
         self.messages: list[dict[str, str]] = []
+        self._terminal = True
 
     def run(self) -> None:
         """Talk until the input ends. MoeserveError if the server cannot be reached."""
         self.reset()
-        terminal = sys.stdin.isatty()
+        self._terminal = terminal = sys.stdin is not None and sys.stdin.isatty()
         with self._http:
             if self._model is None:
                 self._model = self._first_model()
@@ -56,25 +60,35 @@ class Chat:
             for line in self._lines(terminal):
                 if line in ("/quit", "/exit"):
                     break
-                if line == "/reset":
-                    self.reset()
-                elif line == "/help":
-                    print(HELP, file=sys.stderr)
-                elif line:
-                    try:
-                        self.say(line)
-                        failed = False
-                    except MoeserveError as error:
-                        failed = True
-                        print(f"moeserve: {error}", file=sys.stderr)
+                try:
+                    failed = self._take(line) and failed
+                except MoeserveError as error:
+                    failed = True
+                    print(f"moeserve: {error}", file=sys.stderr)
             if failed and not terminal:
                 raise SystemExit(1)
+
+    def _take(self, line: str) -> bool:
+        """Do what a line says -> whether an earlier failure still counts. MoeserveError."""
+        if line == "/reset":
+            self.reset()
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
+        elif (name := line.partition(" ")[0]) in COMMANDS:
+            raise MoeserveError(f"{name} stands alone on its line; {line!r} was not sent")
+        elif _COMMAND.fullmatch(name):
+            raise MoeserveError(f"{name}: no such command; valid are {', '.join(COMMANDS)}")
+        elif line:
+            self.say(line)
+            return False
+        return True
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def say(self, text: str) -> str:
-        """Send a message, print the answer as it comes, keep both. The answer so far on Ctrl-C."""
+        """Send a message, print the answer as it comes, keep both. The answer so far on Ctrl-C
+        (on a terminal; in a pipe Ctrl-C ends the command)."""
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -85,6 +99,8 @@ class Chat:
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
+            if not self._terminal:
+                raise  # a pipe's next message was not written knowing this
         except MoeserveError:
             if not answer:
                 self.messages.pop()  # as if it had not been said
@@ -97,7 +113,10 @@ class Chat:
 
     def _lines(self, terminal: bool) -> Iterator[str]:
         if not terminal:
-            yield from (line.strip() for line in sys.stdin)
+            try:
+                yield from (line.strip() for line in sys.stdin or ())
+            except UnicodeDecodeError as error:
+                raise MoeserveError(f"standard input: not UTF-8 text ({error.reason})") from None
             return
         while True:
             try:
@@ -155,4 +174,18 @@ class Chat:
             message = response.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):
             message = response.text[:200]
-        raise MoeserveError(f"{self.url}: HTTP {response.status_code}: {message}")
+        hint = ""
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            hint = " (give the server's key with --api-key or in MOESERVE_API_KEY)"
+        raise MoeserveError(f"{self.url}: HTTP {response.status_code}: {message}{hint}")
+
+
+def _checked(url: str) -> str:
+    valid = "must be a server's address, such as http://127.0.0.1:8000"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError([f"URL {url!r}: {valid} ({error})"]) from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError([f"URL {url!r}: {valid}"])
+    return url

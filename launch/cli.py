@@ -1,7 +1,6 @@
 """The command line: serve, generate, chat, bench, version. Parses and hands on; nothing else.
 
-Heavy imports live inside the commands, so that `--help` answers at once. Exit codes: 0 done or
-stopped, 1 a typed error, 2 wrong settings or files, 3 a rank died.
+Heavy imports live inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -9,15 +8,49 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from launch.settings import OFFLINE, SERVING, Given, with_settings
 
+EXIT_CODES = (
+    "Exit codes: 0 done, or stopped as asked; 1 it failed; 2 wrong flags, settings or files; "
+    "3 a rank died; 130 Ctrl-C before it was done."
+)
+INTERRUPTED = 130
+PROMPTS, SAMPLING, ANSWER = "Prompts", "Sampling", "Answer"  # panels of `generate --help`
+
+
+def _without_bool(parameters: list[Any]) -> list[Any]:
+    # A switch takes no value: typer would show one, <bool>.
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = " "
+    return parameters
+
+
+class Command(TyperCommand):
+    """A command whose switches are shown without a value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_bool(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for the flags before a command."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_bool(super().get_params(ctx))
+
+
 app = typer.Typer(
     name="moeserve",
+    cls=Group,
     help="Serve DeepSeek-V3-class mixture-of-experts models with wide expert parallelism.",
+    epilog=EXIT_CODES,
+    rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,7 +58,31 @@ app = typer.Typer(
 )
 
 
-@app.command()
+def _print_version(asked: bool) -> None:
+    if asked:
+        from launch.version import print_version
+
+        print_version()
+        raise typer.Exit()
+
+
+@app.callback()
+def before(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            help="Versions of moeserve and of what it computes with",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=Command)
 @with_settings(SERVING)
 def serve(
     given: Given,
@@ -39,30 +96,84 @@ def serve(
     run(given, frontend, sys.argv[1:])
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(OFFLINE, without=("engine.lockstep_timeout",))
 def generate(
     given: Given,
-    prompt: Annotated[list[str] | None, typer.Option(help="May be given several times")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="A prompt; may be given several times", rich_help_panel=PROMPTS
+        ),
+    ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A prompt from a file; - reads standard input")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A prompt from a file; - is standard input, the default",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
     prompt_ids: Annotated[
-        list[str] | None, typer.Option(help="A prompt as token ids, such as 1,2,3")
+        list[str] | None,
+        typer.Option(
+            metavar="IDS",
+            help="A prompt as token ids, such as 1,2,3; needs no tokenizer",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option(help="Put prompts through the chat template")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after end-of-text")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Put prompts through the chat template", rich_help_panel=PROMPTS
+        ),
+    ] = False,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Longest answer", rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", help="0 is greedy", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            help="Choose among the likeliest tokens that make up this share",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 1.0,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Choose among this many of the likeliest tokens; 0: all",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="End before this text; may be given several times",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-text", rich_help_panel=SAMPLING)
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout", rich_help_panel=ANSWER)
+    ] = False,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, and N alternatives")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --json: log-probabilities, and N alternatives",
+            rich_help_panel=ANSWER,
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option(help="One JSON object on stdout")] = False,
 ) -> None:
-    """Continue prompts without a server (from --prompt, --prompt-file or standard input)."""
+    """Continue prompts without a server; text as it comes, or one JSON object."""
     from launch.generate import Ask
     from launch.generate import generate as run
 
@@ -83,33 +194,57 @@ def generate(
     run(given, ask)
 
 
-@app.command()
+@app.command(cls=Command)
 def chat(
-    url: Annotated[str, typer.Argument(help="Of a server, such as http://127.0.0.1:8000")],
-    model: Annotated[str | None, typer.Option(help="A name in /v1/models [the first]")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
-    api_key: Annotated[str | None, typer.Option(envvar="MOESERVE_API_KEY")] = None,
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Of a server, such as http://127.0.0.1:8000"),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=r"A name in /v1/models [dim]\[default: the first][/]"),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model is told first")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer")] = 512,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy")] = 0.7,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="MOESERVE_API_KEY", help="If the server asks for one"),
+    ] = None,
 ) -> None:
-    """Talk to a server. /reset forgets, /quit leaves, Ctrl-C stops an answer."""
+    """Talk to a server. /reset forgets, /quit leaves, Ctrl-C stops an answer.
+
+    In a pipe each line of standard input is a message.
+    """
     from launch.chat import Chat
 
     Chat(url, model, system, max_tokens, temperature, api_key).run()
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(
     OFFLINE,
     without=("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
 )
 def bench(
     given: Given,
-    batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated")] = "1,8,32",
-    prompt_length: Annotated[int, typer.Option(min=1)] = 128,
-    output_length: Annotated[int, typer.Option(min=2)] = 64,
-    prefill_length: Annotated[int, typer.Option(min=0, help="0: leave prefill out")] = 1024,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs a row; the median is shown")] = 3,
+    batch: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Sequences at once, comma-separated")
+    ] = "1,8,32",
+    prompt_length: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens a prompt, decode")
+    ] = 128,
+    output_length: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Tokens an answer, decode")
+    ] = 64,
+    prefill_length: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Tokens a prompt, prefill; 0: leave it out")
+    ] = 1024,
+    repeat: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Runs a row; the median is shown")
+    ] = 3,
 ) -> None:
     """Measure decode and prefill offline: a table, then one line of JSON."""
     from launch.bench import Bench
@@ -117,16 +252,12 @@ def bench(
     Bench(batch, prompt_length, output_length, prefill_length, repeat).run(given)
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print versions of moeserve and of what it computes with."""
-    import importlib.metadata as metadata
-    import platform
+    from launch.version import print_version
 
-    print(f"moeserve {metadata.version('moeserve')}")
-    print(f"python {platform.python_version()}")
-    for library in ("torch", "safetensors", "tokenizers"):
-        print(f"{library} {metadata.version(library)}")
+    print_version()
 
 
 def main() -> None:

@@ -17,11 +17,12 @@ from launch.env import RankEnv, use_threads
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.words import counted
 
 if TYPE_CHECKING:
     from moeserve.config import ServeConfig
     from moeserve.llm import LLM, RequestOutput
-    from moeserve.request import TokenLogprob
+    from moeserve.request import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -43,31 +44,25 @@ class Ask:
 
 
 def generate(given: Given, ask: Ask) -> None:
-    """Run the command. ConfigError, InvalidRequest: what cannot be asked, before anything runs."""
+    """Run the command. ConfigError: all that cannot be asked, before anything runs."""
     if RankEnv.read(os.environ) is not None:
         raise ConfigError(["generate starts its own ranks (--ep): run it without torchrun"])
-    config = given.resolve()
+    problems: list[str] = []
+    sampling = _sampling(ask, problems)
+    ids = [read_ids(text, problems) for text in ask.token_ids]
+    prompts = [*ask.prompts, *_from_file(ask.prompt_file, problems)]
+    if "" in ask.prompts:
+        problems.append("--prompt is empty: there is nothing to continue")
+    from_stdin = str(ask.prompt_file) == "-" or not (prompts or ids or problems)
+    needs_text = bool(prompts or from_stdin or ask.stop)
+    config = given.resolve(needs_text=needs_text, own=problems)
     if config.model.chat_template is not None and not ask.chat:
         raise ConfigError(["model.chat_template is used with --chat only"])
-    ids = [read_ids(text) for text in ask.token_ids]
-    prompts = read_prompts(ask)
-    env = RankEnv.alone()
+    if from_stdin:
+        prompts.append(_from_stdin())
     if config.parallel.ep == 1:
-        use_threads(config.engine.threads, env)
-    from moeserve.admission import check_sampling
-    from moeserve.request import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=ask.temperature,
-        top_p=ask.top_p,
-        top_k=ask.top_k,
-        max_tokens=ask.max_tokens,
-        stop=ask.stop,
-        ignore_eos=ask.ignore_eos,
-        logprobs=ask.logprobs,
-    )
-    check_sampling(sampling)  # before anything is loaded
-    with _open(config, needs_text=bool(prompts or ask.stop)) as llm:
+        use_threads(config.engine.threads, RankEnv.alone())
+    with _open(config, needs_text) as llm:
         asked: list[str | list[int]] = [*prompts]
         if ask.chat:
             asked = [_as_chat(llm, config, p) for p in prompts]
@@ -86,7 +81,7 @@ def generate(given: Given, ask: Ask) -> None:
                 print(f"--- {prompt.strip()[:70]!r}\n{output.text}")
         print(flush=True)
         tokens = sum(len(o.token_ids) for o in outputs)
-        print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        print(f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     for output in outputs:
         if output.error is not None:
             print(f"moeserve: {output.error}", file=sys.stderr)
@@ -95,14 +90,12 @@ def generate(given: Given, ask: Ask) -> None:
 
 
 def _open(config: ServeConfig, needs_text: bool) -> LLM:
-    """The LLM, its loading shown; a missing tokenizer is found before any weight is read."""
+    """The LLM, its loading shown; a broken tokenizer is found before any weight is read."""
     from moeserve.llm import LLM
     from moeserve.tokenizer import Tokenizer
 
     checkpoint, ep = config.model.checkpoint, config.parallel.ep
-    if (
-        needs_text and checkpoint.is_dir()
-    ):  # what else is wrong with it is told with all other problems
+    if needs_text:
         Tokenizer(checkpoint)
     progress = open_progress(ep == 1)
     try:
@@ -115,31 +108,72 @@ def _show(index: int, text: str) -> None:
     print(text, end="", flush=True)
 
 
-def read_prompts(ask: Ask) -> list[str]:
-    """All prompts, from flags, a file, and standard input when nothing else is given."""
-    prompts = list(ask.prompts)
-    nothing = not prompts and not ask.token_ids and ask.prompt_file is None
-    from_stdin = str(ask.prompt_file) == "-" or nothing
-    if from_stdin:
-        if sys.stdin.isatty():
-            print("prompt (end with Ctrl-D):", file=sys.stderr)
-        prompts.append(sys.stdin.read().removesuffix("\n"))
-    elif ask.prompt_file is not None:
-        try:
-            prompts.append(ask.prompt_file.read_text().removesuffix("\n"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"prompt_file={str(ask.prompt_file)!r}: {error}"]) from None
-    return prompts
+def _sampling(ask: Ask, problems: list[str]) -> SamplingParams:
+    from moeserve.admission import check_sampling
+    from moeserve.request import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        top_k=ask.top_k,
+        max_tokens=ask.max_tokens,
+        stop=ask.stop,
+        ignore_eos=ask.ignore_eos,
+        logprobs=ask.logprobs,
+    )
+    try:
+        check_sampling(sampling)
+    except InvalidRequest as error:
+        problems.append(str(error))
+    if ask.logprobs is not None and not ask.as_json:
+        problems.append("--logprobs is shown with --json only")
+    if ask.chat and ask.token_ids:
+        problems.append("--chat is for texts: --prompt-ids go to the model as they are")
+    return sampling
 
 
-def read_ids(text: str) -> list[int]:
+def _from_file(file: Path | None, problems: list[str]) -> list[str]:
+    """The prompt in a file; none for no file and for -, which is standard input."""
+    if file is None or str(file) == "-":
+        return []
+    try:
+        text = file.read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        problems.append(f"--prompt-file {file}: cannot be read: {error.strerror}")
+    except UnicodeDecodeError as error:
+        problems.append(f"--prompt-file {file}: not UTF-8 text ({error.reason})")
+    else:
+        if text.strip():
+            return [text]
+        problems.append(f"--prompt-file {file}: holds no text, so there is nothing to continue")
+    return []
+
+
+def _from_stdin() -> str:
+    if sys.stdin is not None and sys.stdin.isatty():
+        print("prompt (end with Ctrl-D):", file=sys.stderr)
+    try:
+        text = sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"standard input: not UTF-8 text ({error.reason})"]) from None
+    if not text.strip():
+        raise ConfigError(
+            ["standard input holds no text: give --prompt, --prompt-file or --prompt-ids"]
+        )
+    return text
+
+
+def read_ids(text: str, problems: list[str]) -> list[int]:
     """Token ids from "1,2,3" or "1 2 3"."""
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise InvalidRequest(
-            "prompt_ids", text, "token ids are integers with commas or spaces between"
-        ) from None
+        ids = []
+    if not ids:
+        problems.append(
+            f"--prompt-ids {text!r}: must be whole numbers with commas or spaces between"
+        )
+    return ids
 
 
 def flat_settings(config: ServeConfig) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from moeserve.errors import ConfigError, RankDied
 def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None:
     """arguments: the command line as given, which each rank parses again."""
     env = RankEnv.read(os.environ)
-    config = given.resolve()
+    # Whoever brings a front end of their own sends token ids.
+    needs_text = front_end is None and (env is None or env.front_end is None)
+    config = given.resolve(needs_text=needs_text)
     if env is not None:
         from launch.rank import check_size
         from launch.serving_rank import ServingRank

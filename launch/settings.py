@@ -7,7 +7,7 @@ all at once. Imports nothing heavy: this is read for `--help`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -23,55 +23,74 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting's flag. switch: --x/--no-x."""
+    """One setting's flag. default: as shown in the help. A switch is --x/--no-x."""
 
     section: str
     field: str
-    metavar: str
+    metavar: str  # "" for a switch
     help: str
-    switch: bool = False
+    default: str = ""
 
     @property
     def option(self) -> str:
         return "--" + self.field.replace("_", "-")
 
+    @property
+    def switch(self) -> bool:
+        return not self.metavar
+
 
 FLAGS = (
-    Flag("model", "served_name", "NAME", "Name in /v1/models (the folder's name)"),
-    Flag("model", "dtype", "NAME", "auto, float32 or bfloat16"),
-    Flag("model", "kernels", "NAME", "auto, native or torch"),
-    Flag("model", "weights", "NAME", "FP8 blocks in memory: auto, fp8 or dequantised"),
-    Flag(
-        "model", "mtp", "", "Load the multi-token-prediction layer, where there is one", switch=True
-    ),
+    Flag("model", "served_name", "NAME", "Name in /v1/models", "the folder's name"),
+    Flag("model", "dtype", "NAME", "auto, float32 or bfloat16", "auto"),
+    Flag("model", "kernels", "NAME", "auto, native or torch", "auto"),
+    Flag("model", "weights", "NAME", "FP8 blocks in memory: auto, fp8 or dequantised", "auto"),
+    Flag("model", "mtp", "", "Load the multi-token-prediction layer, where there is one", "on"),
     Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
-    Flag("parallel", "ep", "N", "Ranks the experts are sharded over (1)"),
-    Flag("parallel", "redundant_experts", "N", "Copies of experts a layer, over all ranks (0)"),
+    Flag("parallel", "ep", "N", "Ranks the experts are sharded over", "1"),
+    Flag("parallel", "redundant_experts", "N", "Copies of experts a layer, over all ranks", "0"),
     Flag("parallel", "placement", "FILE", "A given placement (npz or JSON)"),
-    Flag("parallel", "dispatch", "NAME", "How tokens travel (auto)"),
-    Flag("cache", "block_size", "N", "Tokens a KV block (16)"),
-    Flag("cache", "kv_memory", "SIZE", "Memory of the KV cache, a rank, such as 512MiB or 2G"),
-    Flag("cache", "kv_tokens", "N", "Tokens in the KV cache, a rank"),
-    Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", switch=True),
-    Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank (64)"),
-    Flag("schedule", "token_budget", "N", "Tokens a step, a rank (512)"),
-    Flag("schedule", "chunk_size", "N", "Most prompt tokens of one sequence in a step"),
-    Flag("schedule", "max_model_len", "N", "Longest sequence (the model's)"),
     Flag(
-        "engine", "deterministic", "", "The same tokens for every layout and company", switch=True
+        "parallel",
+        "shared_expert",
+        "NAME",
+        "replicated on each rank, or hosted in slots",
+        "replicated",
     ),
-    Flag("engine", "seed", "N", "Seed of requests that bring none (0)"),
-    Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled (60)"),
-    Flag("engine", "threads", "N", "Compute threads a rank (cores / ranks here)"),
-    Flag("server", "host", "ADDR", "Address to listen on (127.0.0.1)"),
-    Flag("server", "port", "N", "Port to listen on; 0 takes any free one (8000)"),
-    Flag("server", "max_queue", "N", "Requests in flight before 429 (512)"),
-    Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop (30)"),
-    Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead (20)"),
+    Flag(
+        "parallel", "layout", "NAME", "decode-ep320, prefill-ep32 or decode-ep144: sets the above"
+    ),
+    Flag("parallel", "dispatch", "NAME", "How tokens travel", "auto"),
+    Flag("cache", "block_size", "N", "Tokens a KV block", "16"),
+    Flag(
+        "cache",
+        "kv_memory",
+        "SIZE",
+        "Memory of a rank's KV cache, such as 512MiB",
+        "by what is free",
+    ),
+    Flag("cache", "kv_tokens", "N", "Tokens in a rank's KV cache, instead of --kv-memory"),
+    Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", "on"),
+    Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank", "64"),
+    Flag("schedule", "token_budget", "N", "Tokens a step, a rank", "512"),
+    Flag("schedule", "chunk_size", "N", "Most prompt tokens of one sequence in a step"),
+    Flag("schedule", "max_model_len", "N", "Longest sequence", "the model's"),
+    Flag("engine", "deterministic", "", "The same tokens for every layout and company", "on"),
+    Flag("engine", "seed", "N", "Seed of requests that bring none", "0"),
+    Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled", "60"),
+    Flag("engine", "threads", "N", "Compute threads a rank", "cores / ranks here"),
+    Flag("server", "host", "ADDR", "Address to listen on", "127.0.0.1"),
+    Flag("server", "port", "N", "Port to listen on; 0 takes any free one", "8000"),
+    Flag("server", "max_queue", "N", "Requests in flight before 429", "512"),
+    Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop", "30"),
+    Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead", "20"),
     Flag("server", "api_key", "KEY", "Asked of clients as 'Authorization: Bearer KEY'"),
-    Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413 (32MiB)"),
-    Flag("server", "log_level", "NAME", "debug, info, warning or error"),
+    Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413", "32MiB"),
+    Flag("server", "log_level", "NAME", "debug, info, warning or error", "info"),
 )
+
+_FOLDER = "Its folder: config.json, *.safetensors, tokenizer.json"
+_CONFIG = "Settings from a TOML file; flags win over it"
 
 OFFLINE = ("model", "parallel", "cache", "schedule", "engine")  # what commands without HTTP use
 SERVING = (*OFFLINE, "server")
@@ -87,9 +106,12 @@ class Given:
     sections: tuple[str, ...]
     without: tuple[str, ...] = ()  # settings of these sections that the command does not use
 
-    def resolve(self) -> ServeConfig:
-        """Defaults, then the TOML file, then flags. ConfigError lists every problem."""
+    def resolve(self, *, needs_text: bool = False, own: Sequence[str] = ()) -> ServeConfig:
+        """Defaults, then the TOML file, then flags. ConfigError lists every problem, those of the
+        checkpoint's folder included. needs_text: the command wants a tokenizer. own: problems of
+        the command's own flags, told first."""
         from moeserve.config import ServeConfig
+        from moeserve.folder import WANTED, folder_problems
 
         flags = {section: dict(fields) for section, fields in self.flags.items()}
         if self.checkpoint is not None:
@@ -97,9 +119,11 @@ class Given:
         try:
             config = ServeConfig.load(self.config, flags)
         except ConfigError as error:
-            folder = [] if self.checkpoint is None else checkpoint_problems(self.checkpoint)
-            raise ConfigError([*error.problems, *folder]) from None
-        problems = [
+            folder = self.checkpoint
+            more = [] if folder is None else folder_problems(folder, needs_text=needs_text)
+            raise ConfigError([*own, *error.problems, *more]) from None
+        problems = [*own]
+        problems += [
             f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
             for section in sorted(config.model_fields_set - set(self.sections))
         ]
@@ -107,7 +131,10 @@ class Given:
             section, _, field = name.partition(".")
             if field in getattr(config, section).model_fields_set:
                 problems.append(f"{name} is not used by this command")
-        problems += checkpoint_problems(config.model.checkpoint)
+        if "checkpoint" in config.model.model_fields_set:
+            problems += folder_problems(config.model.checkpoint, needs_text=needs_text)
+        else:
+            problems.append(f"model.checkpoint: not given; name {WANTED}")
         if config.cache.kv_memory is not None and config.cache.kv_tokens is not None:
             problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
         for section, field in (("model", "chat_template"), ("parallel", "placement")):
@@ -117,17 +144,6 @@ class Given:
         if problems:
             raise ConfigError(problems)
         return config
-
-
-def checkpoint_problems(folder: Path) -> list[str]:
-    """What can be said about a checkpoint folder without reading it."""
-    if folder == Path():
-        return ["model.checkpoint: not given; name a folder with config.json and *.safetensors"]
-    if not folder.is_dir():
-        return [f"model.checkpoint={str(folder)!r}: no such folder"]
-    if not (folder / "config.json").is_file():
-        return [f"model.checkpoint={str(folder)!r}: holds no config.json"]
-    return []
 
 
 def with_settings(
@@ -157,15 +173,15 @@ def with_settings(
             if name != "given"
         ]
         shared = [
-            _parameter("checkpoint", Path, typer.Argument(help="Folder of the checkpoint")),
-            _parameter("config", Path, typer.Option(help="Settings from a TOML file")),
+            _parameter("checkpoint", Path, typer.Argument(metavar="CHECKPOINT", help=_FOLDER)),
+            _parameter("config", Path, typer.Option(metavar="FILE", help=_CONFIG)),
             *(
                 _parameter(
                     f.field,
                     bool if f.switch else str,
                     typer.Option(
                         f"{f.option}/--no-{f.option[2:]}" if f.switch else f.option,
-                        help=f.help,
+                        help=f"{f.help} [dim]\\[default: {f.default}][/]" if f.default else f.help,
                         metavar=None if f.switch else f.metavar,
                         rich_help_panel=f"Settings: {f.section}",
                     ),

@@ -171,7 +171,7 @@ def _info(
         "vocab_size": start.model.vocab_size,
         "dtype": str(start.dtype).removeprefix("torch."),
         "deterministic": config.engine.deterministic,
-        "kernels": start.kernels.reason,
+        "kernels": start.kernels.reason.removeprefix("kernels: "),
         "weights": "FP8" if model.weights.keeps_fp8 else str(start.dtype).removeprefix("torch."),
         "dispatcher": model.dispatcher.name,
         "ranks": group.size,

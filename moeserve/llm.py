@@ -24,6 +24,7 @@ from moeserve.admission import check_request, typed_sampling
 from moeserve.config import ServeConfig
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.folder import folder_problems
 from moeserve.llm_backends import Backend, LocalBackend, Progress, RanksBackend
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from moeserve.tokenizer import Tokenizer
@@ -69,6 +70,9 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.config = config_from(checkpoint, ep, settings)
+        problems = folder_problems(self.config.model.checkpoint, needs_text=False)
+        if problems:
+            raise ConfigError(problems)
         self._names = itertools.count()
         self._no_tokenizer: ConfigError | None = None
         self.tokenizer: Tokenizer | None = None

@@ -21,14 +21,15 @@ from ep.group import EPGroup
 from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
-from models.deepseek.errors import CheckpointError, UnsupportedModel
-from models.deepseek.errors import ConfigError as ModelConfigError
+from models.deepseek.errors import CheckpointError
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
+from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
+from moeserve.words import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
@@ -60,10 +61,13 @@ def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
 
 
 def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartUp | None:
+    folder = config.model.checkpoint
+    model, found = read_model(folder)
+    problems += found
     if config.parallel.ep != group.size:
         problems.append(
-            f"parallel.ep={config.parallel.ep}: this job has {group.size} ranks; start it with "
-            f"--ep {group.size} or as many processes as --ep says"
+            f"parallel.ep={config.parallel.ep}: this job has {counted(group.size, 'rank')}; "
+            f"start it with --ep {group.size} or as many processes as --ep says"
         )
     kernels = _kernels(config, problems)
     names = ["auto", *dispatcher_names()]
@@ -71,14 +75,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         problems.append(
             f"parallel.dispatch={config.parallel.dispatch!r}: unknown; valid are {', '.join(names)}"
         )
-    folder = config.model.checkpoint
-    try:
-        model = DeepSeekConfig.from_hf(folder)
-    except ModelConfigError as error:
-        problems.extend(f"model.checkpoint={error.source}: {p}" for p in error.problems)
-        return None
-    except (UnsupportedModel, OSError, ValueError) as error:
-        problems.append(f"model.checkpoint={folder}: {error}")
+    if model is None:  # nothing that depends on it can be said
         return None
     notes: list[str] = []
     dtype = _dtype(config, model, folder, notes)

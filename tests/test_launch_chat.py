@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from launch.chat import Chat
-from moeserve.errors import MoeserveError
+from moeserve.errors import ConfigError, MoeserveError
 
 
 class StandIn(BaseHTTPRequestHandler):
@@ -28,6 +28,9 @@ class StandIn(BaseHTTPRequestHandler):
         last = body["messages"][-1]["content"]
         if last == "refuse":
             self.reply(400, {"error": {"message": "messages: not like this"}})
+            return
+        if last == "locked":
+            self.reply(401, {"error": {"message": "give the key"}})
             return
         self.send_response(200)
         self.end_headers()
@@ -130,6 +133,48 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_start(server, monkeypatch, capsys
     assert chat.say("go on") == "The start"
     assert closed == [True]
     assert chat.messages[-1] == {"role": "assistant", "content": "The start"}
+
+
+@pytest.mark.parametrize("line", ["/foo", "/foo bar", "/Reset", "/reset now"])
+def test_an_unknown_command_is_no_message(server, monkeypatch, capsys, line):
+    url, asked = server
+    with pytest.raises(SystemExit) as end:
+        talk(monkeypatch, Chat(url), "one", line)
+    assert end.value.code == 1 and len(asked) == 1
+    said = capsys.readouterr().err
+    assert line.split()[0] in said and ("/help, /quit" in said or "stands alone" in said)
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts is a file", "/ 2 = 1", "1/2", "//x"])
+def test_a_slash_alone_makes_no_command(server, monkeypatch, line):
+    url, asked = server
+    talk(monkeypatch, Chat(url), line)
+    assert asked[0]["messages"][-1]["content"] == line
+
+
+def test_a_missing_key_is_explained(server, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        talk(monkeypatch, Chat(server[0]), "locked")
+    said = capsys.readouterr().err
+    assert "HTTP 401" in said and "--api-key" in said and "MOESERVE_API_KEY" in said
+
+
+def test_ctrl_c_in_a_pipe_ends_it(server, monkeypatch):
+    chat = Chat(server[0], model="stand-in")
+
+    def stream():
+        yield "The start"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_stream", stream)
+    with pytest.raises(KeyboardInterrupt):
+        talk(monkeypatch, chat, "one", "two")
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://[::1", "http://", "http://host:port"])
+def test_an_address_that_is_none(url):
+    with pytest.raises(ConfigError, match="such as http://127.0.0.1:8000"):
+        Chat(url)
 
 
 def test_no_server():

@@ -26,9 +26,8 @@ def moeserve(*arguments: str, env: dict[str, str] | None = None, cwd: Path = ROO
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
+def folder() -> Path:
+    return ROOT / "checkpoints" / "tiny"
 
 
 def test_help_names_all_commands_and_imports_nothing_heavy():
@@ -46,14 +45,28 @@ def test_help_names_all_commands_and_imports_nothing_heavy():
     assert not imported & {"torch", "numpy", "fastapi", "pydantic", "zmq", "httpx", "tokenizers"}
 
 
-def test_every_command_has_help():
-    for command in ("serve", "generate", "chat", "bench"):
-        assert moeserve(command, "--help").returncode == 0
+@pytest.mark.parametrize("command", ["", "serve", "generate", "chat", "bench", "version"])
+def test_every_command_has_tidy_help(command):
+    done = moeserve(*command.split(), "--help")
+    assert done.returncode == 0
+    for odd in ("<bool>", "<str>", "<int>", "list[", "no-json", "None", "[dim]", "[/]"):
+        assert odd not in done.stdout.replace("URL      <str>", ""), odd
 
 
-def test_version():
-    done = moeserve("version")
-    assert done.returncode == 0 and "moeserve 0.1.0" in done.stdout and "torch 2." in done.stdout
+def test_help_tells_the_exit_codes():
+    said = " ".join(moeserve("--help").stdout.split())
+    assert "2 wrong flags" in said and "130 Ctrl-C" in said
+
+
+@pytest.mark.parametrize("asked", ["version", "--version", "-V"])
+def test_version(asked):
+    done = moeserve(asked)
+    assert done.returncode == 0 and done.stderr == ""
+    first, python, torch, *_, kernels = done.stdout.splitlines()
+    assert first.startswith("moeserve 0.1.0") and torch.startswith("torch 2.")
+    assert python.startswith(f"python {sys.version_info[0]}.{sys.version_info[1]}")
+    assert kernels.startswith(("kernels: native", "kernels: torch"))
+    assert ("(commit " in first) == (ROOT / ".git").exists()
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])
@@ -63,6 +76,24 @@ def test_problems_are_lines_on_stderr_and_exit_code_2(command):
     lines = done.stderr.splitlines()
     assert len(lines) == 3 and all(line.startswith("moeserve: ") for line in lines), lines
     assert "'/gone': no such folder" in done.stderr and "parallel.ep='zero'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+def test_an_architecture_that_is_not_built_is_the_first_problem(command, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    done = moeserve(command, str(tmp_path), stdin="hello")
+    assert done.returncode == 2
+    first, *more = done.stderr.splitlines()
+    assert "deepseek_v4" in first and "Supported" in first
+    assert any("tokenizer.json" in line for line in more) == (command != "bench")
+    assert any("holds no *.safetensors" in line for line in more)
+
+
+@pytest.mark.parametrize("stdin", ["", "\n", " \n\n"])
+def test_generate_wants_something_to_continue(folder, stdin):
+    done = moeserve("generate", str(folder), stdin=stdin)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "standard input holds no text" in done.stderr
 
 
 def test_unknown_flag_is_refused(folder):

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.generate import Ask, flat_settings, generate, read_prompts, report
+from launch.generate import Ask, flat_settings, generate, read_ids, report
 from launch.settings import OFFLINE, Given
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.errors import ConfigError
 from moeserve.llm import config_from
 
 
@@ -22,27 +22,49 @@ def ask(*prompts: str, file: Path | None = None) -> Ask:
     return Ask(prompts, file, False, 8, 0.0, 1.0, 0, (), False, True)
 
 
-def test_prompts_from_flags_files_and_stdin(tmp_path, monkeypatch):
+def prompts_of(checkpoint: Path, asked: Ask, capsys) -> list[str]:
+    generate(given(checkpoint), replace(asked, max_tokens=1))
+    return [o["prompt"] for o in json.loads(capsys.readouterr().out)["outputs"]]
+
+
+def test_prompts_from_flags_files_and_stdin(random_checkpoint, tmp_path, monkeypatch, capsys):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file\n\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
-    assert read_prompts(ask("a", "b")) == ["a", "b"]
-    assert read_prompts(ask("a", file=file)) == ["a", "from a file\n"]
-    assert read_prompts(ask()) == ["from stdin"]
+    assert prompts_of(random_checkpoint, ask("a", file=file), capsys) == ["a", "from a file\n"]
+    assert prompts_of(random_checkpoint, ask("a", file=Path("-")), capsys) == ["a", "from stdin"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin\n"))
+    assert prompts_of(random_checkpoint, ask(), capsys) == ["from stdin"]
 
 
-def test_a_dash_is_stdin_beside_flags(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("x"))
-    assert read_prompts(ask("a", file=Path("-"))) == ["a", "x"]
+def refused(asked: Ask, checkpoint: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        generate(given(checkpoint), asked)
+    return caught.value.problems
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
-def test_an_unreadable_file_is_named(tmp_path, content):
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa", b"", b" \n\n"])
+def test_a_file_without_a_prompt_is_named(random_checkpoint, tmp_path, content):
     file = tmp_path / "prompt.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=str(file)):
-        read_prompts(ask(file=file))
+    (problem,) = refused(ask(file=file), random_checkpoint)
+    assert problem.startswith(f"--prompt-file {file}: ")
+
+
+@pytest.mark.parametrize("stdin", ["", "\n", "  \n \n", None, b"\xff"])
+def test_standard_input_without_a_prompt(random_checkpoint, monkeypatch, stdin):
+    texts = io.TextIOWrapper(io.BytesIO(stdin)) if isinstance(stdin, bytes) else None
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin) if isinstance(stdin, str) else texts)
+    (problem,) = refused(ask(), random_checkpoint)
+    assert "standard input" in problem
+
+
+def test_all_that_is_wrong_with_an_ask_comes_at_once(random_checkpoint):
+    asked = replace(ask("", "fine"), token_ids=("5,x",), temperature=-1.0, chat=True, logprobs=1)
+    found = refused(replace(asked, as_json=False), random_checkpoint)
+    for part in ("temperature=-1.0", "--logprobs", "--chat", "--prompt-ids '5,x'", "--prompt is e"):
+        assert any(part in line for line in found), (part, found)
 
 
 def test_settings_reach_the_engine_unchanged(tmp_path):
@@ -111,6 +133,8 @@ def test_token_ids_need_no_tokenizer(random_checkpoint, tmp_path, capsys):
     assert best["rank"] == 1 and best["top"][0][1] == best["logprob"] >= best["top"][1][1]
 
 
-def test_wrong_token_ids_are_refused(random_checkpoint):
-    with pytest.raises(InvalidRequest, match="prompt_ids='5,x'"):
-        generate(given(random_checkpoint), replace(ask(), token_ids=("5,x",)))
+@pytest.mark.parametrize("text", ["5,x", "", ",", "1.5"])
+def test_wrong_token_ids_are_refused(text):
+    problems: list[str] = []
+    read_ids(text, problems)
+    assert [f"--prompt-ids {text!r}" in line for line in problems] == [True]

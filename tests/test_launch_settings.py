@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from launch.settings import FLAGS, OFFLINE, SERVING, Given
-from moeserve.config import ServeConfig
+from moeserve.config import ServeConfig, parse_size
 from moeserve.errors import ConfigError
+
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
+    """A checkpoint's folder in which tests may write."""
+    for file in TINY.glob("*.*"):
+        (tmp_path / file.name).symlink_to(file)
     return tmp_path
 
 
@@ -46,6 +50,30 @@ def test_switches_are_the_boolean_settings():
     for flag in FLAGS:
         info = ServeConfig.model_fields[flag.section].annotation.model_fields[flag.field]
         assert flag.switch == (info.annotation is bool), flag
+
+
+def test_the_help_shows_the_real_defaults():
+    for flag in FLAGS:
+        value = getattr(getattr(ServeConfig(), flag.section), flag.field)
+        if value is None or value == "":
+            continue  # what stands for it is in words
+        shown = {"on": True, "off": False}.get(flag.default, flag.default)
+        if flag.metavar == "SIZE":
+            shown = parse_size(flag.default)
+        assert type(value)(shown) == value, flag
+
+
+def test_the_folder_one_stands_in_is_a_checkpoint_too(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert resolve(Path(".")).model.checkpoint == Path(".")
+
+
+def test_own_problems_come_with_all_others(tmp_path):
+    given = Given(tmp_path, None, {"parallel": {"ep": "x"}}, SERVING)
+    with pytest.raises(ConfigError) as caught:
+        given.resolve(own=["--batch 'x': wrong"])
+    first, second, third = caught.value.problems
+    assert "--batch" in first and "'x'" in second and "config.json" in third
 
 
 def test_flags_win_over_toml_over_defaults(folder):

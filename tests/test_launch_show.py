@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from launch.heat import CELLS, heat_rows, level
 from launch.progress import BarProgress, LineProgress, NoProgress, open_progress
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
 
 
 def test_lines_for_a_stage_that_counts(capsys):
@@ -60,6 +63,9 @@ def test_bench_shows_a_table_and_ends_with_json(capsys):
     row = Row("decode", 8, 16, 4, 123.4, 8.1, 3, dict.fromkeys(PARTS, 1.0), [123.4])
     info = {"dtype": "bfloat16", "dispatcher": "local", "notes": ["x"], "kv_plan": "y"}
     config = ServeConfig.load(None, {"model": {"checkpoint": "/some/tiny"}})
+    show([row], config, info, threads=1)
+    assert "1 thread a rank" in capsys.readouterr().out
+    config = ServeConfig.load(None, {"model": {"checkpoint": "/some/tiny"}})
     show([row], config, info, threads=2)
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
@@ -74,8 +80,17 @@ def bench(batch: str = "1", prompt: int = 100, output: int = 20, prefill: int = 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,x", "-1", "1,,2"])
 def test_bench_refuses_odd_batches(batch):
-    with pytest.raises(ConfigError, match="batch="):
-        bench(batch)._batches()
+    problems: list[str] = []
+    bench(batch)._batches(problems)
+    assert [f"--batch {batch!r}" in line for line in problems] == [True]
+
+
+def test_bench_refuses_what_the_model_cannot_hold_before_loading():
+    config = ServeConfig.load(None, {"model": {"checkpoint": TINY}})
+    bench()._check_lengths(config)
+    for too_long in (bench(prompt=2040), bench(prefill=2048)):
+        with pytest.raises(ConfigError, match="this model has 2048 positions"):
+            too_long._check_lengths(config)
 
 
 def test_bench_makes_room_for_the_largest_batch():

@@ -50,10 +50,16 @@ def test_all_problems_come_at_once_and_no_weight_is_read(
     with pytest.raises(ConfigError) as caught:
         build_engine(broken, SINGLE)
     text = "\n".join(caught.value.problems)
-    assert "parallel.ep=3: this job has 1 ranks" in text
+    assert "parallel.ep=3: this job has 1 rank;" in text
     assert "schedule.max_model_len=10000000" in text and "at most 2048" in text
     assert "parallel.dispatch='pigeon'" in text
     assert len(caught.value.problems) == 3
+
+
+def test_the_architecture_is_the_first_problem(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    first, *more = problems(tmp_path, parallel={"ep": 3, "dispatch": "pigeon"})
+    assert "deepseek_v4" in first and len(more) == 2
 
 
 def test_each_kind_of_problem_names_its_setting(random_checkpoint: Path, tmp_path: Path) -> None:
@@ -185,6 +191,7 @@ def test_what_a_built_engine_says_of_itself(
     placement = info["placement"]
     assert isinstance(placement, dict) and placement["num_physical_experts"] == 19
     memory = info["memory_bytes"]
+    assert str(info["kernels"]).startswith(("native", "torch")), "a name, not a line"
     assert isinstance(memory, dict) and memory["kv_cache"] > 0 and memory["experts"] > 0
     json.dumps(info)
     stats = engine.stats()

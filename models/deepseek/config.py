@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from models.deepseek.kernels.base import GateSpec
+if TYPE_CHECKING:
+    from models.deepseek.kernels.base import GateSpec
 
 LATENT_NORM_EPS = 1e-6  # transformers' rule for q_a_layernorm and kv_a_layernorm
 
@@ -152,6 +153,8 @@ class DeepSeekConfig:
         return self.num_moe_layers + (self.num_mtp_layers if with_mtp else 0)
 
     def gate_spec(self) -> GateSpec:
+        from models.deepseek.kernels.base import GateSpec  # torch, which a config does not need
+
         grouped = self.topk_method != "greedy"
         return GateSpec(
             top_k=self.num_experts_per_tok,
