@@ -13,8 +13,9 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from ep.presets import PRESETS
 from moeserve.errors import ConfigError
 
 
@@ -55,7 +56,19 @@ class ParallelSection(Section):
     ep: int = Field(1, ge=1, le=1024)
     redundant_experts: int = Field(0, ge=0)
     placement: Path | None = None  # a given placement (npz or JSON); default: the trivial one
+    # On each rank for its own tokens, or in slots as an expert that every token picks
+    shared_expert: Literal["replicated", "hosted"] = "replicated"
+    layout: str | None = None  # a preset (ep/presets.py): sets ep, redundant_experts, shared_expert
     dispatch: str = "auto"
+
+    @field_validator("layout")
+    @classmethod
+    def _is_preset(cls, value: str | None) -> str | None:
+        if value is not None and value not in PRESETS:
+            close = difflib.get_close_matches(value, PRESETS, n=1)
+            nearest = f"; nearest: {close[0]}" if close else ""
+            raise ValueError(f"must be one of {', '.join(PRESETS)}{nearest}")
+        return value
 
 
 class CacheSection(Section):
@@ -116,10 +129,36 @@ class ServeConfig(Section):
                 if not isinstance(table, dict):
                     raise ConfigError([f"{section}={table!r}: must be a table of settings"])
                 table.update(given)
+        problems = _apply_layout(merged)
         try:
-            return cls.model_validate(merged)
+            config = cls.model_validate(merged)
         except ValidationError as error:
-            raise ConfigError([_problem(cls, e) for e in error.errors()]) from None
+            problems += [_problem(cls, e) for e in error.errors()]
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+
+def _apply_layout(merged: dict[str, Any]) -> list[str]:
+    """Give the settings that a named layout stands for; -> those given otherwise."""
+    parallel = merged.get("parallel")
+    preset = PRESETS.get(str(parallel.get("layout"))) if isinstance(parallel, dict) else None
+    if preset is None:
+        return []
+    assert isinstance(parallel, dict)
+    means = {
+        "ep": preset.num_gpus,
+        "redundant_experts": preset.redundant,
+        "shared_expert": preset.shared,
+    }
+    problems = [
+        f"parallel.{name}={parallel[name]!r}: parallel.layout={preset.name!r} means {value!r}; "
+        "leave one of them out"
+        for name, value in means.items()
+        if name in parallel and str(parallel[name]) != str(value)
+    ]
+    merged["parallel"] = means | parallel
+    return problems
 
 
 def _problem(root: type[BaseModel], error: Any) -> str:

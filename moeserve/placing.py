@@ -1,0 +1,136 @@
+"""The placement that a job starts with: a given one, or one made from settings and the model.
+
+Knows: settings, counts of experts, named layouts. Every problem is collected, none raised. Knows
+nothing of weights or of measured loads.
+
+Shape letters: L layers, E routed experts, n pieces of the shared expert, P slots, K top-k.
+"""
+
+from __future__ import annotations
+
+from ep.group import EPGroup
+from ep.host_shared import place_with_shared
+from ep.placement import ExpertPlacement, PlacementError
+from ep.presets import PRESETS
+from models.deepseek.config import DeepSeekConfig
+from moeserve.config import ServeConfig
+
+
+def first_placement(
+    config: ServeConfig,
+    model: DeepSeekConfig,
+    group: EPGroup,
+    with_mtp: bool,
+    problems: list[str],
+) -> ExpertPlacement | None:
+    """None, and at least one problem more, if there cannot be one."""
+    hosted = config.parallel.shared_expert == "hosted"
+    if hosted and not model.n_shared_experts:
+        problems.append(
+            "parallel.shared_expert='hosted': this model has no shared expert; "
+            "valid is replicated (leave the setting out)"
+        )
+        return None
+    experts = model.n_routed_experts + (model.n_shared_experts if hosted else 0)
+    if not _fits_layout(config, model, experts, problems):
+        return None
+    layers, ranks = model.num_placement_layers(with_mtp), config.parallel.ep
+    if config.parallel.placement is not None:
+        return _given(config, model, experts, layers, group, problems)
+    redundant = config.parallel.redundant_experts
+    if not hosted:
+        return ExpertPlacement.trivial(layers, experts, ranks, redundant)
+    return place_with_shared(
+        layers,
+        model.n_routed_experts,
+        model.n_shared_experts,
+        model.num_experts_per_tok,
+        ranks,
+        redundant,
+    )
+
+
+def _fits_layout(
+    config: ServeConfig, model: DeepSeekConfig, experts: int, problems: list[str]
+) -> bool:
+    preset = PRESETS.get(config.parallel.layout or "")
+    if preset is None or preset.num_logical_experts == experts:
+        return True
+    shared = "" if experts == model.n_routed_experts else f" + {model.n_shared_experts} shared"
+    problems.append(
+        f"parallel.layout={preset.name!r}: made for {preset.num_logical_experts} experts a layer "
+        f"({preset.num_slots} slots, {preset.redundant} of them for copies); this model has "
+        f"{model.n_routed_experts}{shared}: give ep, redundant_experts and shared_expert instead"
+    )
+    return False
+
+
+def _given(
+    config: ServeConfig,
+    model: DeepSeekConfig,
+    experts: int,
+    layers: int,
+    group: EPGroup,
+    problems: list[str],
+) -> ExpertPlacement | None:
+    given = config.parallel.placement
+    assert given is not None
+    try:
+        placement = ExpertPlacement.load(given)
+    except PlacementError as error:
+        problems.append(f"parallel.placement={given}: {error}")
+        return None
+    except OSError as error:
+        problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")
+        return None
+    fits = True
+    for name, has, needs in (
+        ("layers", placement.num_layers, layers),
+        ("logical experts", placement.num_logical_experts, experts),
+        ("ranks", placement.num_ranks, group.size),
+    ):
+        if has == needs:
+            continue
+        hint = _other_mode(config, model, has) if name == "logical experts" else ""
+        problems.append(f"parallel.placement={given}: has {has} {name}, needs {needs}{hint}")
+        fits = False
+    redundant = config.parallel.redundant_experts
+    if redundant and redundant != placement.num_redundant_experts:
+        problems.append(
+            f"parallel.redundant_experts={redundant}: the given placement has "
+            f"{placement.num_redundant_experts}; leave the setting out"
+        )
+    return placement if fits else None
+
+
+def _other_mode(config: ServeConfig, model: DeepSeekConfig, experts: int) -> str:
+    """Which setting of the shared expert would fit this number of logical experts, if one does."""
+    shared = experts - model.n_routed_experts
+    if not model.n_shared_experts or shared not in (0, model.n_shared_experts):
+        return ""
+    fitting = "hosted" if shared else "replicated"
+    return (
+        f" with parallel.shared_expert={config.parallel.shared_expert!r}; it was made for "
+        f"shared_expert={fitting!r}"
+    )
+
+
+def describe(placement: ExpertPlacement, model: DeepSeekConfig) -> dict[str, object]:
+    """What a rank says of its placement. shared_expert: replicated, hosted, or none where the model
+    has none; shared_replicas: slots a layer for each of its pieces (all ranks compute it where it
+    is replicated), in the layer that has the fewest."""
+    routed, shared = model.n_routed_experts, placement.num_logical_experts - model.n_routed_experts
+    replicas = placement.replica_count[:, routed:].min(axis=0).tolist()
+    where = "none" if not model.n_shared_experts else "hosted" if shared else "replicated"
+    return {
+        "generation": placement.generation,
+        "num_logical_experts": placement.num_logical_experts,
+        "num_routed_experts": routed,
+        "num_physical_experts": placement.num_physical_experts,
+        "num_local_experts": placement.num_local_experts,
+        "num_redundant_experts": placement.num_redundant_experts,
+        "num_empty_slots": placement.num_empty_slots,
+        "num_layers": placement.num_layers,
+        "shared_expert": where,
+        "shared_replicas": replicas,
+    }
