@@ -78,6 +78,7 @@ class LocalDispatcher:
         if self._closed:
             raise DispatchError("dispatcher 'local' is closed")
         check_inputs(self.config, x, slots, weights)
+        self.stats.rows_sent_to_rank = [x.shape[0]]
         return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
 
     def dispatch_finish(self, handle: Handle) -> Received:
@@ -88,7 +89,6 @@ class LocalDispatcher:
         if counts.shape[0] != self.config.num_physical_experts:  # free, where a range check is not
             check_slots(self.config, handle.slots)
         self.stats.calls += 1
-        self.stats.rows_sent_to_rank = [handle.x.shape[0]]
         weights = torch.where(handle.slots >= 0, handle.weights, 0.0)
         return Received(Layout.ROUTED, handle.x, handle.slots, weights, counts)
 

@@ -90,10 +90,16 @@ class ForwardOutput:
 
 
 class StepObserver(Protocol):
-    """Receives what a step shows: picks of experts (load), times of parts (bench). May be None."""
+    """Receives what a step shows: picks of experts and where rows go (load), times of parts
+    (bench). May be None. layer: row of the placement."""
 
-    def expert_picks(self, layer: int, counts: Tensor) -> None:
-        """counts [E] int64: real tokens of this rank routed to each logical expert."""
+    def expert_picks(self, layer: int, ids: Tensor) -> None:
+        """ids [T, K]: the logical experts of each row of the batch, -1 where masked. Lent to be
+        kept: nothing may write to it later."""
+        ...
+
+    def rows_sent(self, layer: int, rows: list[int]) -> None:
+        """rows [R]: rows that this rank sends to each rank, itself included. Lent as well."""
         ...
 
     def part(self, name: str, seconds: float) -> None: ...

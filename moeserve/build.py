@@ -26,7 +26,8 @@ from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
 from moeserve.plan import StepPlan
-from moeserve.runner import ModelRunner, StepRecorder
+from moeserve.recorder import StepRecorder
+from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.startup import StartUp, prepare, size_cache
 
@@ -68,9 +69,9 @@ def build_engine(
         config.schedule.max_num_sequences,
         config.cache.prefix_cache,
     )
-    recorder = StepRecorder(
-        LoadWindow(start.placement.num_layers, start.model.n_routed_experts, LOAD_WINDOW_STEPS)
-    )
+    experts = start.placement
+    window = LoadWindow(experts.num_layers, experts.num_logical_experts, LOAD_WINDOW_STEPS)
+    recorder = StepRecorder(window, group.rank)
     runner = ModelRunner(model, pages, cache.tables, recorder)
     limits = ScheduleLimits(
         max_num_sequences=config.schedule.max_num_sequences,
@@ -189,5 +190,9 @@ def _info(
         },
         "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,
         "first_moe_layer": start.model.first_k_dense_replace,
+        "picks_per_token": start.dispatch.top_k,
+        "ranks_per_node": group.ranks_per_node,
+        "checkpoint": config.model.checkpoint.resolve().name,
+        "fingerprint": start.fingerprint,
         "notes": list(start.notes),
     }

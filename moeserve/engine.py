@@ -17,18 +17,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from ep.group import EPGroup
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady
-from moeserve.lockstep import Lockstep, PeerFailed, Phase, Vote
+from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
 from moeserve.plan import StepPlan
-from moeserve.request import Request, TokenOutput
-from moeserve.runner import ModelRunner, StepRecorder
+from moeserve.recorder import StepRecorder
+from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.wire import CacheEvents, RankStats
+from moeserve.wire_experts import Counts, FromRank, LoadReport
 
 MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
 
@@ -70,10 +73,10 @@ class Engine:
             raise NotReady("the engine is stopping")
         self.scheduler.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; unknown ids (ended already) are no error."""
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> None:
+        """End these requests; unknown ids (ended already) are no error. reason: as they count."""
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            self.scheduler.abort(request_id, reason)
 
     def request_stop(self, drain: bool = True) -> None:
         """Vote for stopping once this rank has no work; drain False: drop the work now."""
@@ -100,28 +103,41 @@ class Engine:
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
         self.stopped, self.idle = agreed.stop, not agreed.run
-        outputs = self._run(plan, batch, agreed.max_tokens) if agreed.run else []
+        if self.recorder is not None:
+            self.recorder.agreed(0 if agreed.stop else agreed.recording)
+        outputs = self._run(plan, batch, agreed) if agreed.run else []
         return [*self.scheduler.take_outbox(), *outputs]
 
-    def _run(self, plan: StepPlan, batch: StepBatch, max_tokens: int) -> list[TokenOutput]:
+    def _run(self, plan: StepPlan, batch: StepBatch, agreed: StepAgreement) -> list[TokenOutput]:
         start = time.perf_counter()
+        if self.recorder is not None:
+            self.recorder.begin_step(plan, self.placement)
         try:
-            logits = self.runner.forward(batch, max_tokens)
+            logits = self.runner.forward(batch, agreed.max_tokens)
         except Exception as error:  # whatever the model or the network raises
+            if self.recorder is not None:
+                self.recorder.drop_step()
             return self._forward_failed(plan, error)
-        try:
-            result = self.runner.choose(plan, batch, logits)
-        except Exception as error:  # not collective: only these requests are lost
-            self.scheduler.fail_plan(plan, f"sampling failed: {_line(error)}")
+        outputs = self._choose(plan, batch, logits)
+        seconds = time.perf_counter() - start
+        if self.recorder is not None:  # whatever became of its tokens, the experts had them
+            self.recorder.end_step(agreed.step, seconds)
+        if outputs is None:
             return []
-        outputs = self._commit(plan, result)
         self._failed_steps = 0
         self.num_steps += 1
-        self.step_seconds_last = time.perf_counter() - start
-        self.step_seconds_total += self.step_seconds_last
-        if self.recorder is not None:
-            self.recorder.end_step()
+        self.step_seconds_last = seconds
+        self.step_seconds_total += seconds
         return outputs
+
+    def _choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> list[TokenOutput] | None:
+        """What the step gives; None where its requests failed. Not collective."""
+        try:
+            result = self.runner.choose(plan, batch, logits)
+        except Exception as error:  # only these requests are lost
+            self.scheduler.fail_plan(plan, f"sampling failed: {_line(error)}")
+            return None
+        return self._commit(plan, result)
 
     def _prepare(self) -> tuple[StepPlan, StepBatch]:
         """Before the vote, so that a broken invariant can still be said in it."""
@@ -160,6 +176,42 @@ class Engine:
             failed=self._broken is not None,
             placement_generation=0 if self.placement is None else self.placement.generation,
             settings=self.settings,
+            recording=0 if self.recorder is None else self.recorder.wanted,
+        )
+
+    # -- expert load ---------------------------------------------------------------------------
+
+    def start_recording(self, recording: int, interval_steps: int, max_steps: int = 0) -> None:
+        """Record expert load from the step at which all ranks are ready to. See `StepRecorder`."""
+        if self.recorder is not None:
+            self.recorder.start_recording(recording, interval_steps, max_steps)
+
+    def stop_recording(self, recording: int) -> None:
+        if self.recorder is not None:
+            self.recorder.stop_recording(recording)
+
+    def take_load_reports(self) -> list[FromRank]:
+        """What a recording has to say since the last call."""
+        return [] if self.recorder is None else self.recorder.take_reports()
+
+    def load_report(self, ask: int = 0) -> LoadReport | None:
+        """Expert load of this rank's tokens up to now; None where none is counted."""
+        recorder = self.recorder
+        if recorder is None or (window := recorder.window) is None:
+            return None
+        first, last = window.step_range or (0, 0)
+        return LoadReport(
+            rank=self.group.rank,
+            ask=ask,
+            step=self.num_steps,
+            generation=0 if self.placement is None else self.placement.generation,
+            tokens=(recorder.tokens[0], recorder.tokens[1]),
+            totals=Counts.pack(recorder.totals),
+            window=Counts.pack(window.totals_by_phase()),
+            window_steps=window.steps,
+            window_first=first,
+            window_last=last,
+            rows=Counts.pack(recorder.rows_total),
         )
 
     # -- what shows ----------------------------------------------------------------------------
@@ -181,13 +233,12 @@ class Engine:
         cache = scheduler.cache
         load: tuple[int, ...] = ()
         shape, balance = (0, 0), 0.0
-        if self.recorder is not None and self.recorder.window is not None:
-            window = self.recorder.window
+        if self.recorder is not None and (window := self.recorder.window) is not None:
             shape = (window.num_layers, window.num_experts)
             if self.placement is not None:
                 balance = float(balancedness(window.totals(), self.placement).mean())
             if with_load:
-                load = tuple(self.recorder.totals.ravel().tolist())
+                load = tuple(self.recorder.totals.sum(axis=0).ravel().tolist())
         dispatcher = getattr(self.runner.model, "dispatcher", None)
         return RankStats(
             rank=self.group.rank,

@@ -55,8 +55,9 @@ class PeerFailed(EngineFailed):
 
 @dataclass(frozen=True)
 class Vote:
-    """One rank's part. wants_stop counts once no rank has work left. settings: hash of all
-    that shapes the collectives (`settings_hash`)."""
+    """One rank's part. wants_stop counts once no rank has work left. recording: the number of the
+    load recording that it is ready to record, 0 for none. settings: hash of all that shapes the
+    collectives (`settings_hash`)."""
 
     has_work: bool
     num_tokens: int = 0
@@ -67,17 +68,21 @@ class Vote:
     placement_generation: int = 0
     membership_epoch: int = 0
     settings: int = 0
+    recording: int = 0
 
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """The same on every rank. num_tokens [R]: of each rank, so that one can see who is idle."""
+    """The same on every rank. num_tokens [R]: of each rank, so that one can see who is idle.
+    recording: what every rank voted for alike, else 0: the step is recorded on all ranks or none.
+    """
 
     step: int
     run: bool  # a forward pass follows, on every rank
     stop: bool  # no step follows: leave the loop
     phase: Phase
     num_tokens: tuple[int, ...]
+    recording: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -95,6 +100,7 @@ _FIELDS = (
     "phase",
     "wants_stop",
     "failed",
+    "recording",
 )
 _EQUAL = _FIELDS[:4]  # these first: what must not differ
 _COLUMN = {name: i for i, name in enumerate(_FIELDS)}
@@ -130,6 +136,7 @@ class Lockstep:
                 stop=vote.wants_stop and not vote.has_work,
                 phase=vote.phase,
                 num_tokens=(vote.num_tokens,),
+                recording=vote.recording,
             )
         self._mine_np[:] = (
             self._step,
@@ -142,6 +149,7 @@ class Lockstep:
             vote.phase,
             vote.wants_stop,
             vote.failed,
+            vote.recording,
         )
         dist.all_gather(self._parts, self._mine, group=self._group.cpu_group)
         self._finished = time.monotonic()
@@ -158,12 +166,14 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         if (column != column[0]).any():
             raise LockstepDiverged(name, column.tolist())
     run = bool(votes[:, _COLUMN["has_work"]].any())
+    recording = votes[:, _COLUMN["recording"]]
     return StepAgreement(
         step=int(votes[0, 0]),
         run=run,
         stop=not run and bool(votes[:, _COLUMN["wants_stop"]].all()),
         phase=Phase(int(np.bitwise_or.reduce(votes[:, _COLUMN["phase"]]))),
         num_tokens=tuple(votes[:, _COLUMN["num_tokens"]].tolist()),
+        recording=int(recording[0]) if (recording == recording[0]).all() else 0,
     )
 
 

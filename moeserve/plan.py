@@ -16,16 +16,21 @@ from moeserve.sequence import Sequence
 @dataclass
 class StepPlan:
     """What a step computes. Sequence i owns positions start[i] : start[i] + count[i]; its blocks
-    are row rows[i] of `BlockTables.matrix`. sampled: indices whose next token is to be chosen."""
+    are row rows[i] of `BlockTables.matrix`. sampled: indices whose next token is to be chosen;
+    decodes: indices of those with one token to go that is no part of the prompt."""
 
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    num_decodes: int = 0  # sequences with one token to go, not first computed here
     preempted: list[str] = field(default_factory=list)
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
 
     @property
     def num_prefill_tokens(self) -> int:

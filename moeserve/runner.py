@@ -1,57 +1,22 @@
 """ModelRunner: a StepPlan's tensors through the model and the sampler -> StepResult.
 
-Also `StepRecorder`, the StepObserver that keeps expert load and times of parts.
-
 Knows: model, latent cache, sampler. Knows nothing of queues, peers or the wire. `forward` is
 collective on a group of ranks, `choose` is not: a failure in the latter touches only this rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from ep.load import LoadWindow
 from models.interface import CausalLM, PagedKVCache
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
 from moeserve.logprobs import token_logprobs
 from moeserve.plan import StepPlan, StepResult
-
-
-@dataclass
-class StepRecorder:
-    """Expert picks of real tokens (an empty batch has none) and seconds by part of a step.
-
-    window: of the last steps, for balance; totals [L, E]: since start. enabled False: warm-up.
-    """
-
-    window: LoadWindow | None = None
-    enabled: bool = True
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        shape = (self.window.num_layers, self.window.num_experts) if self.window else (0, 0)
-        self.totals = np.zeros(shape, np.int64)
-
-    def expert_picks(self, layer: int, counts: Tensor) -> None:
-        if self.enabled and self.window is not None:
-            picks = counts.cpu().numpy()
-            self.window.add(layer, picks)
-            self.totals[layer] += picks
-
-    def part(self, name: str, seconds: float) -> None:
-        if self.enabled:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def end_step(self) -> None:
-        if self.enabled and self.window is not None:
-            self.window.roll()
+from moeserve.recorder import StepRecorder
 
 
 class ModelRunner:

@@ -91,14 +91,15 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now, or at the commit if a step is computing it. False: not known."""
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request now, or at the commit if a step is computing it. False: not known.
+        reason: what it counts as; STOP where its text is whole (a stop string was found)."""
         sequence = self._by_id.get(request_id)
         if sequence is None or sequence.aborted:
             return False
-        sequence.aborted = True
+        sequence.aborted = reason
         if self._in_flight is None or sequence not in self._in_flight.sequences:
-            self._drop(sequence, FinishReason.ABORT)
+            self._drop(sequence, reason)
         return True
 
     def fail_all(self, reason: str) -> None:
@@ -216,7 +217,7 @@ class Scheduler:
             outputs.append(self._advance(sequence, token, result.logprobs.get(j)))
         for sequence in plan.sequences:
             if sequence.aborted:
-                self._drop(sequence, FinishReason.ABORT)
+                self._drop(sequence, sequence.aborted)
         return outputs
 
     # -- parts ---------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _end(sequence: Sequence, error: str) -> tuple[FinishReason, str | None]:
-    return (FinishReason.ABORT, None) if sequence.aborted else (FinishReason.ERROR, error)
+    return (sequence.aborted, None) if sequence.aborted else (FinishReason.ERROR, error)
 
 
 def _plan(draft: dict[Sequence, int], preempted: list[Sequence]) -> StepPlan:
@@ -381,5 +382,5 @@ def _plan(draft: dict[Sequence, int], preempted: list[Sequence]) -> StepPlan:
         if start + count == len(sequence.tokens):
             plan.sampled.append(i)
             if count == 1 and start >= sequence.num_prompt_tokens:
-                plan.num_decodes += 1
+                plan.decodes.append(i)
     return plan

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dispatch.local import LocalDispatcher
+from dispatch.route import count_picks
 from ep.group import EPGroup
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import create_kernels
@@ -296,8 +297,11 @@ def test_routing_of_the_reference_is_what_the_gate_counts(
     parts: dict[str, float] = {}
 
     class Observer:
-        def expert_picks(self, layer: int, counts: torch.Tensor) -> None:
-            seen[layer] = counts.tolist()
+        def expert_picks(self, layer: int, ids: torch.Tensor) -> None:
+            seen[layer] = count_picks(ids, 16).tolist()
+
+        def rows_sent(self, layer: int, rows: list[int]) -> None:
+            assert rows == [len(tokens)]
 
         def part(self, name: str, seconds: float) -> None:
             parts[name] = parts.get(name, 0.0) + seconds

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from ep.group import EPGroup
-from ep.load import LoadWindow
+from ep.load import DECODE, LoadWindow
 from moeserve.batch import build_batch
 from moeserve.cache import BlockCache
 from moeserve.engine import Engine
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.plan import StepPlan
 from moeserve.request import FinishReason, Request, SamplingParams
-from moeserve.runner import ModelRunner, StepRecorder
+from moeserve.recorder import StepRecorder
+from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.toy_model import ToyConfig, ToyModel
 
@@ -316,9 +317,8 @@ def test_cache_events_and_reset() -> None:
 def test_expert_load_counts_real_tokens_only() -> None:
     class Routed(ToyModel):
         def forward(self, batch, cache, observer=None):  # type: ignore[no-untyped-def]
-            counts = torch.zeros(3, dtype=torch.int64)
-            counts[1] = batch.num_tokens
-            observer.expert_picks(0, counts)
+            observer.expert_picks(0, torch.ones(batch.num_tokens, 1, dtype=torch.int32))
+            observer.rows_sent(0, [batch.num_tokens])
             observer.part("experts", 0.5)
             return super().forward(batch, cache, observer)
 
@@ -333,6 +333,8 @@ def test_expert_load_counts_real_tokens_only() -> None:
     stats = engine.stats()
     assert stats.expert_shape == (2, 3) and stats.expert_load == (0, 5, 0, 0, 0, 0)
     assert recorder.window is not None and recorder.window.totals().sum() == 5
+    assert recorder.window.totals("decode").sum() == recorder.tokens[DECODE] == 2
+    assert recorder.rows_total.tolist() == [5]
     assert recorder.seconds == {"experts": 1.5} and engine.stats(with_load=False).expert_load == ()
 
 

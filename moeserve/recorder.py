@@ -1,0 +1,350 @@
+"""StepRecorder: expert load of real tokens, where rows go, and seconds by part of a step.
+
+Always on: totals since start and a LoadWindow, by phase. On request a recording: counts per
+interval of steps, handed on as wire messages as intervals close. Recordings begin and end at steps
+that all ranks agree on (`Vote.recording`), so that their sums are exact and complete.
+
+Cheap by being late: a step only keeps the picks (tensors that the gate made anyway); once some
+steps have gathered, or somebody looks, all of them are counted by one bincount. What is kept is
+bounded by MAX_STEPS steps and about MAX_ROWS rows.
+
+Knows: plans, ids of picks. Knows nothing of models, lockstep or sockets.
+
+Shape letters: T tokens, K top-k, L layers, E logical experts, R ranks, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ep.load import DECODE, PHASES, PREFILL, LoadWindow
+from ep.placement import ExpertPlacement
+from moeserve.plan import StepPlan
+from moeserve.wire_experts import Counts, FromRank, LoadInterval, PlacementTable, RecordingEnded
+
+MAX_STEPS = 16  # kept uncounted
+MAX_ROWS = 1 << 16  # rows of picks (a row a token and layer) kept uncounted
+
+
+@dataclass
+class _Wanted:
+    recording: int
+    interval_steps: int
+    max_steps: int  # 0: until told
+
+
+class _Interval:
+    """The interval in progress of a recording."""
+
+    def __init__(self, shape: tuple[int, ...], generation: int) -> None:
+        self.first_step = self.last_step = -1
+        self.num_steps = 0
+        self.seconds = 0.0
+        self.tokens = [0, 0]
+        self.counts = np.zeros(shape, np.int64)
+        self.rows: NDArray[np.int64] | None = None
+        self.generation = generation
+
+
+class StepRecorder:
+    """enabled False (warm-up): nothing is counted. window None: only `seconds` are kept.
+
+    A step: `begin_step`, what the model shows (StepObserver), `end_step` or `drop_step`.
+    """
+
+    def __init__(self, window: LoadWindow | None = None, rank: int = 0) -> None:
+        self.enabled = True
+        self._rank = rank
+        self.seconds: dict[str, float] = {}
+        self.tokens = [0, 0]  # computed since start, by phase
+        self._window = window
+        layers, experts = (window.num_layers, window.num_experts) if window else (0, 0)
+        self._layers, self._experts = layers, experts
+        self._size = len(PHASES) * layers * experts  # counts of a step
+        self._totals = np.zeros((len(PHASES), layers, experts), np.int64)
+        self._rows_total: NDArray[np.int64] = np.zeros(0, np.int64)
+        # What has not been counted: picks and where each belongs (step, phase, layer), rows sent.
+        self._steps: list[int] = []  # numbers of the complete steps
+        self._picks: list[Tensor] = []
+        self._bases: list[int] = []
+        self._rows: list[list[int]] = []
+        self._num_rows = 0
+        # The step in progress.
+        self._begun: tuple[int, int, int] | None = None  # lengths of the lists before it
+        self._plan = StepPlan()
+        self._base = 0
+        self._parts: tuple[_Part, ...] = ()
+        # The recording.
+        self._wanted: _Wanted | None = None
+        self._active: _Wanted | None = None
+        self._interval: _Interval | None = None
+        self._num_intervals = 0
+        self._steps_recorded = 0
+        self._told: int | None = None  # generation of the placement that was sent last
+        self._outbox: list[FromRank] = []
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan, placement: ExpertPlacement | None = None) -> None:
+        """plan: whose rows the picks will be, before it is committed. Rows behind them are padding
+        and do not count."""
+        if self._window is None or not self.enabled:
+            return
+        assert self._begun is None, "a step has begun and not ended"
+        if self._active is not None:
+            self._open_interval(self._active, placement)
+        self._begun = (len(self._picks), len(self._bases), len(self._rows))
+        self._plan = plan
+        self._base = len(self._steps) * self._size
+        self._parts = _parts(plan)
+
+    def expert_picks(self, layer: int, ids: Tensor) -> None:
+        if self._begun is None:
+            return  # disabled
+        base = self._base + layer * self._experts
+        for phase, cut in self._parts:
+            picks = cut(ids)
+            self._picks.append(picks)
+            self._bases.append(base + phase * self._layers * self._experts)
+            self._num_rows += picks.shape[0]
+
+    def rows_sent(self, layer: int, rows: list[int]) -> None:
+        if self._begun is not None:
+            self._rows.append(rows)
+
+    def part(self, name: str, seconds: float) -> None:
+        if self.enabled:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def end_step(self, step: int, seconds: float = 0.0) -> None:
+        """step: its number in lockstep; seconds: what it took."""
+        if self._begun is None:
+            return
+        self._begun = None
+        self._steps.append(step)
+        decodes = self._plan.num_decodes
+        prefills = self._plan.num_tokens - decodes
+        self.tokens[PREFILL] += prefills
+        self.tokens[DECODE] += decodes
+        self._plan = StepPlan()  # its sequences are not ours to keep
+        interval = self._interval
+        if interval is not None:
+            if not interval.num_steps:
+                interval.first_step = step
+            interval.last_step = step
+            interval.num_steps += 1
+            interval.seconds += seconds
+            interval.tokens[PREFILL] += prefills
+            interval.tokens[DECODE] += decodes
+            self._after_recorded_step()
+        if len(self._steps) >= MAX_STEPS or self._num_rows >= MAX_ROWS:
+            self._count()
+
+    def drop_step(self) -> None:
+        """The step failed: what it showed is forgotten."""
+        if self._begun is None:
+            return
+        picks, bases, rows = self._begun
+        self._num_rows -= sum(x.shape[0] for x in self._picks[picks:])
+        del self._picks[picks:], self._bases[bases:], self._rows[rows:]
+        self._begun, self._plan = None, StepPlan()
+
+    # -- what shows ----------------------------------------------------------------------------
+
+    @property
+    def window(self) -> LoadWindow | None:
+        """Of the last steps, for balance; complete up to the last ended step."""
+        self._count()
+        return self._window
+
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """[2, L, E] since start: the array itself, not to be written to."""
+        self._count()
+        return self._totals
+
+    @property
+    def rows_total(self) -> NDArray[np.int64]:
+        """[R] rows sent to each rank since start, all layers; [0] before the first."""
+        self._count()
+        return self._rows_total
+
+    # -- recording -----------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> int:
+        """The recording that this rank is ready to record, for its vote; 0: none."""
+        return 0 if self._wanted is None else self._wanted.recording
+
+    def start_recording(self, recording: int, interval_steps: int, max_steps: int = 0) -> None:
+        """Vote for it from now on; it begins at the step at which all ranks do."""
+        assert recording > 0 and interval_steps > 0 and max_steps >= 0
+        self._wanted = _Wanted(recording, interval_steps, max_steps)
+
+    def stop_recording(self, recording: int) -> None:
+        """Vote against it; one that never began ends at once. Unknown ones are ignored."""
+        if self._wanted is None or self._wanted.recording != recording:
+            return
+        self._wanted = None
+        if self._active is None:
+            self._outbox.append(RecordingEnded(self._rank, recording, 0))
+
+    def agreed(self, recording: int) -> None:
+        """What all ranks agreed on for the step to come; call it every step."""
+        if recording == (0 if self._active is None else self._active.recording):
+            return
+        if self._active is not None:
+            self._close_interval()
+            ended = RecordingEnded(self._rank, self._active.recording, self._num_intervals)
+            self._outbox.append(ended)
+            self._active = None
+        if recording:
+            self._count()  # what came before does not belong to it
+            assert self._wanted is not None and self._wanted.recording == recording
+            self._active = self._wanted
+            self._num_intervals = self._steps_recorded = 0
+            self._told = None
+
+    def take_reports(self) -> list[FromRank]:
+        """Messages of the recording since the last call."""
+        if not self._outbox:
+            return []
+        reports, self._outbox = self._outbox, []
+        return reports
+
+    def _open_interval(self, active: _Wanted, placement: ExpertPlacement | None) -> None:
+        """The interval that the next step belongs to; one has the same placement throughout."""
+        generation = 0 if placement is None else placement.generation
+        if self._interval is not None and self._interval.generation != generation:
+            self._close_interval()
+        if self._interval is None:
+            assert not self._steps, "steps before the interval are counted before it opens"
+            self._interval = _Interval(self._totals.shape, generation)
+        if placement is not None and self._told != generation and self._rank == 0:
+            self._told = generation
+            self._outbox.append(_table(active.recording, placement))
+
+    def _after_recorded_step(self) -> None:
+        """All ranks come here after the same steps, so all close and end alike."""
+        assert self._active is not None and self._interval is not None
+        self._steps_recorded += 1
+        if self._interval.num_steps >= self._active.interval_steps:
+            self._close_interval()
+        if self._steps_recorded == self._active.max_steps and self._wanted is self._active:
+            self._wanted = None  # the next vote ends it
+
+    def _close_interval(self) -> None:
+        self._count()
+        interval, self._interval = self._interval, None
+        if interval is None or not interval.num_steps:
+            return
+        assert self._active is not None
+        rows = np.zeros(0, np.int64) if interval.rows is None else interval.rows
+        self._outbox.append(
+            LoadInterval(
+                rank=self._rank,
+                recording=self._active.recording,
+                index=self._num_intervals,
+                first_step=interval.first_step,
+                last_step=interval.last_step,
+                num_steps=interval.num_steps,
+                seconds=interval.seconds,
+                tokens=(interval.tokens[PREFILL], interval.tokens[DECODE]),
+                generation=interval.generation,
+                counts=Counts.pack(interval.counts),
+                rows=Counts.pack(rows),
+            )
+        )
+        self._num_intervals += 1
+
+    # -- counting ------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """Count what the complete steps have shown. Not amid a step."""
+        if not self._steps or self._begun is not None:
+            return
+        assert self._window is not None
+        steps, self._steps = self._steps, []
+        if self._picks:
+            size = len(steps) * self._size
+            counts = _bincount(self._picks, self._bases, size).reshape(-1, *self._totals.shape)
+        else:
+            counts = np.zeros((len(steps), *self._totals.shape), np.int64)
+        self._picks, self._bases, self._num_rows = [], [], 0
+        for number, count in zip(steps, counts, strict=True):
+            self._window.add(count, number)
+        summed = counts.sum(axis=0) if len(steps) > 1 else counts[0]
+        self._totals += summed
+        rows = np.array(self._rows, np.int64).sum(axis=0) if self._rows else None
+        self._rows = []
+        if rows is not None:
+            self._rows_total = rows if not self._rows_total.size else self._rows_total + rows
+        if self._interval is not None:
+            self._interval.counts += summed
+            if rows is not None:
+                old = self._interval.rows
+                self._interval.rows = rows if old is None else old + rows
+
+
+_Part = tuple[int, Callable[[Tensor], Tensor]]  # phase, and how its rows are cut out of [T, K]
+
+
+def _parts(plan: StepPlan) -> tuple[_Part, ...]:
+    """The rows of each phase that occurs. A mixed step splits exactly, by sequence."""
+    total, decodes = plan.num_tokens, plan.num_decodes
+    if not total:
+        return ()
+    if decodes in (0, total):
+        phase = DECODE if decodes else PREFILL
+        return ((phase, lambda ids: _first_rows(ids, total)),)
+    if plan.decodes == list(range(decodes)):  # they lie first: slices cost nothing
+        return (
+            (DECODE, lambda ids: ids[:decodes]),
+            (PREFILL, lambda ids: _first_rows(ids, total)[decodes:]),
+        )
+    flags = np.zeros(len(plan.sequences), bool)
+    flags[plan.decodes] = True
+    is_decode = np.repeat(flags, plan.counts)
+    chosen = torch.from_numpy(np.flatnonzero(is_decode))
+    others = torch.from_numpy(np.flatnonzero(~is_decode))
+    return (
+        (DECODE, lambda ids: ids.index_select(0, chosen.to(ids.device))),
+        (PREFILL, lambda ids: ids.index_select(0, others.to(ids.device))),
+    )
+
+
+def _first_rows(ids: Tensor, num: int) -> Tensor:
+    assert ids.shape[0] >= num, f"picks of {ids.shape[0]} rows; the plan has {num}"
+    return ids if ids.shape[0] == num else ids[:num]
+
+
+def _bincount(picks: list[Tensor], bases: list[int], size: int) -> NDArray[np.int64]:
+    """picks [T, K] each, -1 where masked; each counts at bases[i] + id -> [size] int64."""
+    ids = torch.cat(picks).to(torch.int64)  # [all rows, K]
+    base = torch.tensor(bases)
+    lengths = torch.tensor([x.shape[0] for x in picks])
+    base = base.repeat_interleave(lengths, output_size=ids.shape[0]).to(ids.device)
+    places = torch.where(ids < 0, size, ids + base[:, None])
+    counts: NDArray[np.int64] = (
+        torch.bincount(places.reshape(-1), minlength=size + 1)[:size].cpu().numpy()
+    )
+    return counts
+
+
+def _table(recording: int, placement: ExpertPlacement) -> PlacementTable:
+    table = placement.physical_to_logical
+    return PlacementTable(
+        rank=0,
+        recording=recording,
+        generation=placement.generation,
+        num_logical_experts=placement.num_logical_experts,
+        num_ranks=placement.num_ranks,
+        shape=(len(table), len(table[0])),
+        table=table.astype("<i8").tobytes(),
+    )
