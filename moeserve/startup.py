@@ -18,7 +18,7 @@ import torch
 from dispatch import dispatcher_names, probe_all
 from dispatch.base import DispatchConfig
 from ep.group import EPGroup
-from ep.placement import ExpertPlacement, PlacementError
+from ep.placement import ExpertPlacement
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
@@ -29,6 +29,7 @@ from moeserve.config import ServeConfig
 from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
+from moeserve.placing import first_placement
 from moeserve.words import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,7 +83,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
     kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
     _check_lengths(config, model, dtype, with_mtp, problems)
-    placement = _placement(config, model, group, with_mtp, problems)
+    placement = first_placement(config, model, group, with_mtp, problems)
     if placement is None or kernels is None:
         return None
     try:
@@ -93,7 +94,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         problems.extend(f"model.checkpoint={folder}: {p}" for p in error.shown)
     dispatch = DispatchConfig(
         hidden_size=model.hidden_size,
-        top_k=model.num_experts_per_tok,
+        top_k=model.num_experts_per_tok + placement.num_logical_experts - model.n_routed_experts,
         num_physical_experts=placement.num_physical_experts,
         max_tokens_per_rank=config.schedule.token_budget,
         dtype=dtype,
@@ -108,6 +109,11 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         notes.append(
             f"placement: {hosted} experts and copies a layer leave {placement.num_empty_slots} of "
             f"{placement.num_physical_experts} slots empty ({placement.num_local_experts} a rank)"
+        )
+    if config.parallel.shared_expert == "hosted":
+        replicas = placement.replica_count[:, model.n_routed_experts :]
+        notes.append(
+            f"placement: the shared expert lies in slots, {replicas.min()} copies a layer or more"
         )
     fingerprint = checkpoint_fingerprint(folder, plan.index.files)
     return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)
@@ -173,44 +179,6 @@ def _check_lengths(
         size_cache(config, layers * model.cache_width * dtype.itemsize, most, 0, 1)
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")
-
-
-def _placement(
-    config: ServeConfig,
-    model: DeepSeekConfig,
-    group: EPGroup,
-    with_mtp: bool,
-    problems: list[str],
-) -> ExpertPlacement | None:
-    layers = model.num_placement_layers(with_mtp)
-    given = config.parallel.placement
-    redundant = config.parallel.redundant_experts
-    if given is None:
-        ranks = config.parallel.ep
-        return ExpertPlacement.trivial(layers, model.n_routed_experts, ranks, redundant)
-    try:
-        placement = ExpertPlacement.load(given)
-    except PlacementError as error:
-        problems.append(f"parallel.placement={given}: {error}")
-        return None
-    except OSError as error:
-        problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")
-        return None
-    placement_fits = True
-    for name, has, needs in (
-        ("layers", placement.num_layers, layers),
-        ("logical experts", placement.num_logical_experts, model.n_routed_experts),
-        ("ranks", placement.num_ranks, group.size),
-    ):
-        if has != needs:
-            problems.append(f"parallel.placement={given}: has {has} {name}, needs {needs}")
-            placement_fits = False
-    if redundant and redundant != placement.num_redundant_experts:
-        problems.append(
-            f"parallel.redundant_experts={redundant}: the given placement has "
-            f"{placement.num_redundant_experts}; leave the setting out"
-        )
-    return placement if placement_fits else None
 
 
 def _check_dispatch(
