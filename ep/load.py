@@ -35,10 +35,11 @@ def phase_index(phase: str) -> int:
 class LoadWindow:
     """The last num_steps steps in which any rank of the job had tokens (others are not given).
 
-    Holds at most max_bytes (int32 [B, 2, L, E]): where num_steps of them are more, B buckets of
-    `bucket_steps` steps each are kept, and the window covers num_steps - bucket_steps + 1 to
-    num_steps steps. 58 layers of 256 experts are 119 kB a bucket: 256 steps are 128 buckets of 2,
-    15 MB. Ranks that are given the same steps have the same buckets, so theirs can be summed.
+    Holds at most max_bytes (int32 [B, 2, L, E], but one bucket at least): where num_steps of them
+    are more, B buckets of `bucket_steps` steps each are kept, and what the window covers differs
+    from num_steps by less than a bucket. 58 layers of 256 experts are 119 kB a bucket: 256 steps
+    are 128 buckets of 2, 15 MB. Ranks that are given the same steps have the same buckets, so
+    theirs can be summed.
     """
 
     def __init__(
