@@ -3,7 +3,8 @@
 Each rank puts in a `Vote`; all get the same `StepAgreement`, since it is a function of all votes
 alone. So every rank runs a step when any has work, and all leave at the same step (law 1). Votes
 also carry what must be equal everywhere (step number, settings, placement generation, membership
-epoch); where it is not, every rank raises the same LockstepDiverged at the same step.
+epoch, position in a rebalance); where it is not, every rank raises the same LockstepDiverged at the
+same step.
 
 Knows: votes and a CPU process group. Knows nothing of sequences or models.
 """
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ep.group import EPGroup
+from ep.rebalance import Ballot, Cause, Say
 from moeserve.errors import ConfigError, EngineFailed
 
 
@@ -57,7 +59,7 @@ class PeerFailed(EngineFailed):
 class Vote:
     """One rank's part. wants_stop counts once no rank has work left. recording: the number of the
     load recording that it is ready to record, 0 for none. settings: hash of all that shapes the
-    collectives (`settings_hash`)."""
+    collectives (`settings_hash`). rebalance: `ep.rebalance.Position.number`; ballot: about it."""
 
     has_work: bool
     num_tokens: int = 0
@@ -69,12 +71,15 @@ class Vote:
     membership_epoch: int = 0
     settings: int = 0
     recording: int = 0
+    rebalance: int = 0
+    ballot: Ballot = Ballot()
 
 
 @dataclass(frozen=True)
 class StepAgreement:
     """The same on every rank. num_tokens [R]: of each rank, so that one can see who is idle.
     recording: what every rank voted for alike, else 0: the step is recorded on all ranks or none.
+    ballots [R]: what ranks say about a rebalance; () where none says anything.
     """
 
     step: int
@@ -83,6 +88,7 @@ class StepAgreement:
     phase: Phase
     num_tokens: tuple[int, ...]
     recording: int = 0
+    ballots: tuple[Ballot, ...] = ()
 
     @property
     def max_tokens(self) -> int:
@@ -94,6 +100,7 @@ _FIELDS = (
     "settings",
     "placement_generation",
     "membership_epoch",
+    "rebalance",
     "has_work",
     "num_tokens",
     "num_sequences",
@@ -101,8 +108,11 @@ _FIELDS = (
     "wants_stop",
     "failed",
     "recording",
+    "say",
+    "say_value",
+    "say_cause",
 )
-_EQUAL = _FIELDS[:4]  # these first: what must not differ
+_EQUAL = _FIELDS[:5]  # these first: what must not differ
 _COLUMN = {name: i for i, name in enumerate(_FIELDS)}
 
 
@@ -143,6 +153,7 @@ class Lockstep:
             vote.settings,
             vote.placement_generation,
             vote.membership_epoch,
+            vote.rebalance,
             vote.has_work,
             vote.num_tokens,
             vote.num_sequences,
@@ -150,6 +161,9 @@ class Lockstep:
             vote.wants_stop,
             vote.failed,
             vote.recording,
+            vote.ballot.say,
+            vote.ballot.value,
+            vote.ballot.cause,
         )
         dist.all_gather(self._parts, self._mine, group=self._group.cpu_group)
         self._finished = time.monotonic()
@@ -174,7 +188,15 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         phase=Phase(int(np.bitwise_or.reduce(votes[:, _COLUMN["phase"]]))),
         num_tokens=tuple(votes[:, _COLUMN["num_tokens"]].tolist()),
         recording=int(recording[0]) if (recording == recording[0]).all() else 0,
+        ballots=_ballots(votes[:, _COLUMN["say"] :]),
     )
+
+
+def _ballots(columns: NDArray[np.int64]) -> tuple[Ballot, ...]:
+    """columns [R, 3]: say, value, cause. () in almost every step."""
+    if not columns[:, 0].any():
+        return ()
+    return tuple(Ballot(Say(say), value, Cause(cause)) for say, value, cause in columns.tolist())
 
 
 # -- agreements at the start --------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from thread_ranks import World, thread_world  # noqa: F401
 
 from ep.group import EPGroup
+from ep.rebalance import Ballot, Cause, Say
 from moeserve.errors import ConfigError
 from moeserve.lockstep import (
     Lockstep,
@@ -54,7 +55,13 @@ def test_all_stop_at_the_step_where_the_last_one_votes_for_it(world: World) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("placement_generation", 4), ("membership_epoch", 4), ("settings", 4)]
+    ("field", "value"),
+    [
+        ("placement_generation", 4),
+        ("membership_epoch", 4),
+        ("settings", 4),
+        ("rebalance", 4),
+    ],
 )
 def test_a_difference_is_the_same_error_everywhere(world: World, field: str, value: int) -> None:
     def body(group: EPGroup) -> Any:
@@ -123,3 +130,20 @@ def test_settings_hash_is_stable() -> None:
     assert settings_hash({"a": 1, "b": "x"}) == settings_hash({"b": "x", "a": 1})
     assert settings_hash({"a": 1}) != settings_hash({"a": 2})
     assert 0 <= settings_hash({}) < 2**63
+
+
+def test_ballots_reach_everyone_in_order_of_rank(world: World) -> None:
+    said = [
+        Ballot(Say.CHECKED, (1 << 63) - 1),
+        Ballot(),
+        Ballot(Say.FAILED, cause=Cause.CHECKSUM),
+    ]
+
+    def body(group: EPGroup) -> tuple[StepAgreement, StepAgreement]:
+        lockstep = Lockstep(group)
+        quiet = lockstep.agree(Vote(has_work=True, rebalance=3 << 32))
+        vote = Vote(has_work=True, rebalance=3 << 32, ballot=said[group.rank])
+        return quiet, lockstep.agree(vote)
+
+    for quiet, loud in world(3, body):
+        assert quiet.ballots == () and loud.ballots == tuple(said)
