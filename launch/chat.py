@@ -173,7 +173,7 @@ class Chat:
         try:
             message = response.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):
-            message = response.text[:200]
+            message = response.text[:200].strip() or response.reason_phrase
         hint = ""
         if response.status_code == httpx.codes.UNAUTHORIZED:
             hint = " (give the server's key with --api-key or in MOESERVE_API_KEY)"

@@ -6,6 +6,7 @@ Heavy imports live inside the commands, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -262,16 +263,46 @@ def version() -> None:
 
 def main() -> None:
     """Run the command line; typed errors become lines on stderr and an exit code."""
+    signals = _hear_signals()
     try:
         app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED and isinstance(_cause(end), KeyboardInterrupt):
+            print("moeserve: stopped before it was done", file=sys.stderr)
+        raise
     except BrokenPipeError:  # the reader of our output left (`moeserve ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         from launch.failure import exit_code_of, is_typed
 
-        if not is_typed(error):
-            raise
-        for line in str(error).splitlines():
-            print(f"moeserve: {line}", file=sys.stderr)
-        sys.exit(exit_code_of(error))
+        if is_typed(error):
+            for line in str(error).splitlines():
+                print(f"moeserve: {line}", file=sys.stderr)
+            sys.exit(exit_code_of(error))
+        # A library that is interrupted while it is imported may swallow that and break later.
+        if signal.SIGINT in _heard(signals):
+            print("moeserve: stopped before it was done", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        raise
+
+
+def _hear_signals() -> int:
+    """Have the numbers of signals written to a pipe, beside whatever handles them -> its end."""
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return read
+
+
+def _heard(signals: int) -> bytes:
+    try:
+        return os.read(signals, 1024)
+    except BlockingIOError:
+        return b""
+
+
+def _cause(end: SystemExit) -> BaseException | None:
+    # typer makes its own exception of a Ctrl-C, and exits because of that.
+    return end.__context__.__cause__ if end.__context__ is not None else None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer
+
+from launch import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -148,3 +154,45 @@ def test_a_foreign_package_is_named(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert str(tmp_path / "models" / "__init__.py") in done.stderr
     assert str(tmp_path / "ep.py") in done.stderr
+
+
+@pytest.fixture
+def interrupted(monkeypatch, capsys) -> Iterator[Callable[[Callable[[], None]], tuple[int, str]]]:
+    """Run main() with a body in place of the commands -> exit code, stderr."""
+    before = signal.set_wakeup_fd(-1)
+
+    def run(body: Callable[[], None]) -> tuple[int, str]:
+        monkeypatch.setattr(cli, "app", body)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code, capsys.readouterr().err
+
+    yield run
+    signal.set_wakeup_fd(before)
+
+
+def test_ctrl_c_is_one_line_and_130(interrupted):
+    app = typer.Typer()
+
+    @app.command()
+    def command() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert interrupted(lambda: app([])) == (130, "moeserve: stopped before it was done\n")
+
+
+def test_ctrl_c_that_a_library_swallowed_is_no_bug(interrupted):
+    def body() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AttributeError("half imported")
+
+    assert interrupted(body) == (130, "moeserve: stopped before it was done\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    before = signal.set_wakeup_fd(-1)
+    monkeypatch.setattr(cli, "app", lambda: {}["nothing"])
+    with pytest.raises(KeyError):
+        cli.main()
+    signal.set_wakeup_fd(before)
