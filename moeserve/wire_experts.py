@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ep.archive import smallest
+
 # ---- front end -> rank ------------------------------------------------------------------------
 
 
@@ -46,10 +48,8 @@ class Counts(msgspec.Struct, frozen=True):
 
     @classmethod
     def pack(cls, array: NDArray[np.int64]) -> Counts:
-        """array: not negative."""
-        top = int(array.max(initial=0))
-        dtype = next(t for t in ("<u1", "<u2", "<u4", "<u8") if top <= np.iinfo(t).max)
-        return cls(dtype, array.shape, array.astype(dtype).tobytes())
+        small = smallest(array)
+        return cls(small.dtype.str, small.shape, small.tobytes())
 
     def unpack(self) -> NDArray[np.int64]:
         return np.frombuffer(self.data, self.dtype).reshape(self.shape).astype(np.int64)
