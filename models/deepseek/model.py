@@ -9,6 +9,7 @@ Shape letters: T tokens, D hidden, V vocabulary, O rows whose logits are wanted.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -61,12 +62,22 @@ class DeepSeekModel:
         self._naive_from = None if deterministic else naive_from(config)
         self._attention = Attention(config, kernels, table.to(self.device))
         self._moe = MoE(kernels, dispatcher, config.gate_spec(), rank)
+        self._routing: dict[int, RoutingTable] = {}  # by placement row
         self.adopt_placement(placement)
 
     # -- placement -------------------------------------------------------------------------
 
-    def adopt_placement(self, placement: ExpertPlacement) -> None:
-        """Route by this placement from the next step on; the experts must have moved already."""
+    def routing_tables(
+        self, placement: ExpertPlacement, rows: Iterable[int]
+    ) -> dict[int, RoutingTable]:
+        """What `adopt_placement` wants for these rows. Changes nothing: callable on any thread."""
+        return {row: RoutingTable.build(placement, row, self.device) for row in rows}
+
+    def adopt_placement(
+        self, placement: ExpertPlacement, tables: Mapping[int, RoutingTable] | None = None
+    ) -> None:
+        """Route by this placement from the next step on; the experts must have moved already.
+        tables: of the rows that differ from the placement in use; None: all rows are made anew."""
         rows = len(self.weights.moe_layers())
         if placement.num_layers != rows:
             raise PlacementError(f"placement has {placement.num_layers} layers, this model {rows}")
@@ -79,7 +90,9 @@ class DeepSeekModel:
                 f"this model {experts}"
             )
         self.placement = placement
-        self._routing = [RoutingTable.build(placement, row, self.device) for row in range(rows)]
+        if tables is None:
+            tables = self.routing_tables(placement, range(rows))
+        self._routing |= tables
 
     def expert_weights(self) -> list[ExpertWeights]:
         """This rank's slots, one entry a placement row: what migration moves (`bundle`)."""
