@@ -26,10 +26,12 @@ from launch.front_end import python_command, python_environment
 from launch.heat import heat_rows
 from launch.signals import die_with_parent
 from moeserve.errors import MoeserveError
+from moeserve.terminal import PREFIX
 
 TINY = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny"
 START_SECONDS = 120
 STOP_SECONDS = 45
+READY = f"{PREFIX}ready: "
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Server:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._console.print("  " + line.rstrip(), style="dim", markup=False, highlight=False)
-            if line.startswith("ready: "):
-                self.url = line.removeprefix("ready: ").strip()
+            if line.startswith(READY):
+                self.url = line.removeprefix(READY).strip()
 
     def stop(self) -> int:
         self._process.send_signal(signal.SIGINT)

@@ -14,6 +14,7 @@ from moeserve.errors import ConfigError
 
 FRONT_END = "MOESERVE_FRONTEND"  # address of a front end that exists already
 THREADS = "MOESERVE_THREADS"  # threads a rank, chosen by the launcher
+ERRORS = "MOESERVE_ERRORS"  # the file in which ranks tell our launcher why they failed
 SUPERVISOR = "MOESERVE_SUPERVISOR"  # pid of our launcher: it prints the failures, ranks do not
 
 
@@ -75,7 +76,6 @@ class RankEnv:
                 )
         if problems:
             raise ConfigError(problems)
-        error_file = environ.get("TORCHELASTIC_ERROR_FILE")
         own = {k: int(v) for k in (THREADS, SUPERVISOR) if (v := environ.get(k, "")).isdecimal()}
         return cls(
             rank=rank,
@@ -84,7 +84,7 @@ class RankEnv:
             local_size=local_size,
             master_addr=addr,
             master_port=port,
-            error_file=Path(error_file) if error_file else None,
+            error_file=error_file(environ),
             front_end=environ.get(FRONT_END) or None,
             threads=own.get(THREADS),
             supervisor=own.get(SUPERVISOR),
@@ -95,6 +95,12 @@ class RankEnv:
         """The only rank of a job of one, in this very process: OMP_NUM_THREADS is the user's."""
         threads = os.environ.get("OMP_NUM_THREADS", "")
         return cls(0, 1, 0, 1, "", 0, threads=int(threads) if threads.isdecimal() else None)
+
+
+def error_file(environ: Mapping[str, str]) -> Path | None:
+    """Where the launcher, ours or torchrun's, looks for the reason of a failure."""
+    name = environ.get(ERRORS) or environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
 
 
 def usable_cores() -> int:

@@ -7,31 +7,19 @@ exceptions are typed errors; nothing of how processes are started.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeserve.errors import MoeserveError
+from moeserve.peer_loss import is_lost_peer
 
 LOST_PEER = 75  # exit code: this rank is fine, another one is not
-# What gloo and the store say when the other end is gone: plain RuntimeErrors.
-_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "Timed out waiting",
-    "Socket Timeout",
-    "failed to recv",
-    "gloo/transport",
-    "Rank closed the connection",
-    "recvValue failed",
-    "sendBytes failed",
-)
 # Errors of the inner packages that mean wrong settings or files.
 _BAD_INPUT = ("ConfigError", "UnsupportedModel", "CheckpointError", "PlacementError")
 _OUR_PACKAGES = ("launch", "moeserve", "models", "dispatch", "ep")
@@ -53,20 +41,13 @@ class Failure:
         return self.exit_code > 0 and not self.secondary and not self.details
 
     @property
+    def killed(self) -> bool:
+        """True when its end came from outside; SIGABRT is a library's answer to a lost peer."""
+        return self.exit_code < 0 and self.exit_code not in (-signal.SIGABRT, -signal.SIGTERM)
+
+    @property
     def secondary(self) -> bool:
         return self.exit_code in (LOST_PEER, -signal.SIGTERM)
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """True when the cause lies with another rank."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if type(chain).__name__ in ("PeerError", "DistBackendError", "DistNetworkError"):
-            return True
-        if isinstance(chain, RuntimeError) and any(t in str(chain) for t in _PEER_TEXTS):
-            return True
-        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
-    return False
 
 
 def is_typed(error: BaseException) -> bool:
@@ -87,10 +68,9 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if type(error).__name__ in _BAD_INPUT else 1
 
 
-def write(path: Path | None, error: BaseException) -> None:
-    """Leave the reason where the launcher, ours or torchrun's, looks for it."""
-    if path is None:
-        return
+def write(path: Path | None, rank: int, error: BaseException) -> None:
+    """Leave the reason where the launcher looks for it: a line of the file that all ranks share, or
+    torchrun's file for this rank, in the form that torchrun reads."""
     details = "" if is_typed(error) else "".join(traceback.format_exception(error))
     message = str(error) if is_typed(error) else f"{type(error).__name__}: {error}"
     extra = {
@@ -99,17 +79,45 @@ def write(path: Path | None, error: BaseException) -> None:
         "timestamp": str(int(time.time())),
         "when": time.time(),
     }
-    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    _append(path, {"rank": rank, "message": {"message": message, "extraInfo": extra}})
 
 
-def read(rank: int, exit_code: int, data: object) -> Failure:
-    """A failure from what the launcher collected (`error_file_data`; may hold nothing of ours)."""
-    message = data.get("message") if isinstance(data, dict) else None
-    if exit_code >= 0 and isinstance(message, dict):
-        extra = message["extraInfo"]
-        when = float(extra.get("when", extra["timestamp"]))
-        return Failure(rank, exit_code, message["message"], extra.get("details", ""), when)
-    return Failure(rank, exit_code, describe_exit(exit_code), when=time.time())
+def write_verdict(path: Path | None, rank: int) -> None:
+    """The front end's word on which rank died first: the launcher says the same."""
+    _append(path, {"verdict": rank})
+
+
+def _append(path: Path | None, record: dict[str, object]) -> None:
+    if path is None:
+        return
+    # The launcher may be gone and its file with it; torchrun's folder may have been cleaned.
+    with contextlib.suppress(OSError):
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read(exit_codes: Mapping[int, int], records: str) -> tuple[list[Failure], int | None]:
+    """The failures from exit codes by rank, in order of their end, and the lines that were written;
+    and the rank that the front end named, if it named one."""
+    reasons: dict[int, Failure] = {}
+    verdict: int | None = None
+    for line in records.splitlines():
+        record = json.loads(line)
+        if "verdict" in record:
+            verdict = record["verdict"]
+            continue
+        rank, said = record["rank"], record["message"]
+        extra = said["extraInfo"]
+        reasons[rank] = Failure(rank, 1, said["message"], extra["details"], extra["when"])
+    failures = []
+    for order, (rank, code) in enumerate(exit_codes.items()):
+        if code > 0 and rank in reasons:
+            failures.append(replace(reasons[rank], exit_code=code))
+        else:  # as late as can be: reasons that were told count as earlier
+            failures.append(Failure(rank, code, describe_exit(code), when=time.time() + order))
+    return failures, verdict
 
 
 def describe_exit(exit_code: int) -> str:
@@ -119,6 +127,11 @@ def describe_exit(exit_code: int) -> str:
     return f"killed by {signal.Signals(-exit_code).name}{hint}"
 
 
-def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to tell: a primary one before secondary ones, then the earliest."""
-    return min(failures, key=lambda f: (f.secondary, f.when, f.rank))
+def first_cause(failures: Iterable[Failure], verdict: int | None = None) -> Failure:
+    """The failure to tell: that of the rank which the front end named; else a primary one before
+    secondary ones, a killed process before what others made of its end, then the earliest."""
+    listed = list(failures)
+    for failure in listed:
+        if failure.rank == verdict and not failure.secondary:
+            return failure
+    return min(listed, key=lambda f: (f.secondary, not f.killed, f.when, f.rank))

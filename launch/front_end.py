@@ -1,7 +1,7 @@
 """The front end as a child process of rank 0: started, asked for its address, told to stop.
 
-    python -m launch.front_end FD ...   is that process: tied to its parent's life by a pipe, then
-                                        `moeserve.frontend`, which has the contract.
+    python -m launch.front_end ...   is that process: tied to its parent's life (moeserve.lifeline),
+                                     then `moeserve.frontend`, which has the contract.
 
 Knows processes and pipes. Knows nothing of HTTP or of what the messages say.
 """
@@ -17,8 +17,12 @@ import time
 from collections.abc import Callable
 from threading import Thread
 
+from launch.env import error_file
+from launch.failure import write_verdict
+from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError, MoeserveError
+from moeserve.errors import ConfigError, MoeserveError, RankDied
+from moeserve.lifeline import LIFELINE, when_parent_ends
 
 LAST_WORDS_SECONDS = 4.0  # the death of a rank is known and told within one
 
@@ -36,10 +40,8 @@ class FrontEndProcess:
         """Blocks until both sockets are bound. ConfigError if they cannot be (port taken, ...)."""
         settings_read, settings_write = os.pipe()
         news_read, news_write = os.pipe()
-        life_read, self._life = os.pipe()  # closed by our end, whatever that is
         command = [
             *python_command("launch.front_end"),
-            str(life_read),
             f"--config=/dev/fd/{settings_read}",
             f"--num-ranks={num_ranks}",
             f"--bind-host={bind_host}",
@@ -47,13 +49,13 @@ class FrontEndProcess:
         ]
         self._process = subprocess.Popen(
             command,
-            pass_fds=(settings_read, news_write, life_read),
-            stdin=subprocess.DEVNULL,
+            pass_fds=(settings_read, news_write),
+            stdin=LIFELINE,
             # A signal to rank 0's process group is forwarded once, by rank 0.
             start_new_session=True,
             env=python_environment(),
         )
-        for theirs in (settings_read, news_write, life_read):
+        for theirs in (settings_read, news_write):
             os.close(theirs)
         with os.fdopen(settings_write, "w") as settings:
             settings.write(config.model_dump_json())
@@ -120,22 +122,24 @@ def python_environment(**extra: str) -> dict[str, str]:
 
 
 def main() -> None:
-    life = int(sys.argv.pop(1))
-    Thread(target=_end_with_parent, args=(life,), name="parent-watch", daemon=True).start()
+    folder = TorchrunFolder(error_file(os.environ))
+    when_parent_ends(lambda: _last_words(folder))
     from moeserve.frontend import main as front_end_main
 
-    sys.exit(front_end_main())
+    code = front_end_main(on_rank_died=_record)
+    folder.remove_if_orphaned()
+    sys.exit(code)
 
 
-def _end_with_parent(life: int) -> None:
-    """Once rank 0 is gone: drain, so that streams get an honest last word, but not for long.
+def _record(error: RankDied) -> None:
+    write_verdict(error_file(os.environ), error.rank)
 
-    The kernel's parent-death signal would not do: it comes once for every thread of the parent,
-    and a second signal means haste.
-    """
-    os.read(life, 1)  # nobody writes: it returns when the other end is closed
-    os.kill(os.getpid(), signal.SIGTERM)
+
+def _last_words(folder: TorchrunFolder) -> None:
+    """Rank 0 is gone: by its lost connection the front end knows, ends all streams and then itself.
+    This is for one that cannot."""
     time.sleep(LAST_WORDS_SECONDS)
+    folder.remove_if_orphaned()
     os._exit(1)
 
 

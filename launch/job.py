@@ -2,7 +2,8 @@
 
 The same agent that `torchrun` runs, called as a library: failures come back as data, so that one
 line names the rank that died first. Signals are ours, not the agent's: the first one is handed to
-the ranks, which drain and end with 0; a later one kills. Knows processes; nothing of serving.
+the ranks, which drain and end with 0; a later one hurries them, and kills who takes too long. No
+file is made: reasons come through one without a name. Knows processes; nothing of serving.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
 
 import psutil
 
-from launch.env import FRONT_END, SUPERVISOR, THREADS
+from launch.env import ERRORS, FRONT_END, SUPERVISOR, THREADS
 from launch.failure import Failure, first_cause, read
 from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
+from moeserve.nameless import NamelessFile
+from moeserve.terminal import say
 
+HURRY_SECONDS = 3.0  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
 ORPHAN_SECONDS = 5.0  # what a front end without its rank 0 may take to end its streams
 
@@ -49,7 +50,7 @@ def run_job(
 
     # Its warnings tell of signals that we sent and of failures that we report.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logs = tempfile.mkdtemp(prefix="moeserve-")
+    errors = NamelessFile()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -61,45 +62,44 @@ def run_job(
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=POLL_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are handled below
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # its word for no folder
+        signals_to_handle="SIGQUIT",  # the others are handled below
     )
-    os.environ |= _rank_environment(front_end)
+    os.environ |= _rank_environment(front_end, errors)
     command = [*python_command("moeserve"), *arguments]
     adopt_orphans()
-    hurry = threading.Event()
+    hurry, ended = threading.Event(), threading.Event()
 
     def now() -> None:
-        print("moeserve: stopping at once", file=sys.stderr)
+        say("stopping at once")
         hurry.set()
+        _to_children(signal.SIGTERM)  # their second one: streams get a last word
+        ended.wait(HURRY_SECONDS)
         _to_children(signal.SIGKILL)
 
-    try:
-        with StopSignals(drain=lambda: _to_children(signal.SIGTERM), now=now) as stop:
-            try:
-                elastic_launch(config, entrypoint=command[0])(*command[1:])
-            except ChildFailedError as error:
-                failures = [
-                    read(r, f.exitcode, f.error_file_data) for r, f in error.failures.items()
-                ]
-                cause = first_cause(failures)
-                # What was asked for is no failure: ranks killed, or left by their peers at a stop.
-                wanted = hurry.is_set() or (stop.asked.is_set() and cause.secondary)
-                if not wanted:
-                    return cause
-            except SignalException as error:  # the terminal is gone; the agent stopped the ranks
-                return Failure(-1, 1, f"stopped by {signal.Signals(error.sigval).name}")
-            finally:
-                _clear(0.0 if hurry.is_set() else ORPHAN_SECONDS)
-    finally:
-        shutil.rmtree(logs, ignore_errors=True)
+    with StopSignals(drain=lambda: _to_children(signal.SIGTERM), now=now) as stop:
+        try:
+            elastic_launch(config, entrypoint=command[0])(*command[1:])
+        except ChildFailedError as error:
+            codes = {rank: f.exitcode for rank, f in error.failures.items()}
+            cause = first_cause(*read(codes, errors.read()))
+            # What was asked for is no failure: ranks killed, or left by their peers at a stop.
+            wanted = hurry.is_set() or (stop.asked.is_set() and cause.secondary)
+            if not wanted:
+                return cause
+        except SignalException as error:  # the agent stopped the ranks
+            return Failure(-1, 1, f"stopped by {signal.Signals(error.sigval).name}")
+        finally:
+            ended.set()
+            _clear(0.0 if hurry.is_set() else ORPHAN_SECONDS)
+            errors.close()
     stopped = stop.asked.is_set() and not endless
     return Failure(-1, 128 + signal.SIGINT, "stopped before it was done") if stopped else None
 
 
-def _rank_environment(front_end: str | None) -> dict[str, str]:
+def _rank_environment(front_end: str | None, errors: NamelessFile) -> dict[str, str]:
     # The agent hands its own environment on to the ranks.
-    extra = {SUPERVISOR: str(os.getpid())}
+    extra = {SUPERVISOR: str(os.getpid()), ERRORS: str(errors.path)}
     if "OMP_NUM_THREADS" in os.environ:
         extra[THREADS] = os.environ["OMP_NUM_THREADS"]
     if front_end is not None:

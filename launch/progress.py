@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Protocol
 
+from moeserve.terminal import say
+
 LINE_SECONDS = 5.0  # between two lines of a stage where no terminal is
 
 
@@ -53,11 +55,7 @@ class LineProgress:
         if self._complete or now - self._told > LINE_SECONDS:
             self._told = now
             rate = done / max(now - self._began, 1e-3) / 1e6
-            print(
-                f"{stage}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{stage}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)")
 
     def close(self) -> None:
         pass

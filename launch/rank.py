@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
 from launch.env import RankEnv, use_threads
-from launch.failure import exit_code_of, is_lost_peer, is_typed, write
+from launch.failure import LOST_PEER, exit_code_of, is_typed, write
+from launch.processes import is_alive, siblings
 from launch.signals import StopSignals, die_with_parent
+from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+from moeserve.peer_loss import is_lost_peer
+from moeserve.terminal import say
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
     from launch.groups import Job
+    from moeserve.build import Progress
     from moeserve.engine import Engine
 
-# After a peer died: time for the launcher to see that death before it sees ours.
+# After a peer died: time for the launcher to see that death before it sees ours, and for the loop
+# to find out and say so.
 PEER_LOSS_SECONDS = 2.0
+STOPPED = "stopped"  # what the ranks of a job say once through the store
 
 
 def check_size(config: ServeConfig, env: RankEnv) -> ServeConfig:
@@ -57,7 +67,8 @@ class RankProcess:
     def __init__(self, config: ServeConfig, env: RankEnv) -> None:
         self.config, self.env = config, env
         self.job: Job | None = None
-        self.stopping = StopSignals(drain=self.leave, now=self.leave)
+        self.stopping = StopSignals(drain=self._asked, now=self.hurry)
+        self._siblings: list[psutil.Process] = []
 
     def run(self, body: Callable[[Job], None]) -> NoReturn:
         die_with_parent(self.env.supervisor)
@@ -67,8 +78,10 @@ class RankProcess:
                 from launch.groups import open_job
 
                 self.job = open_job(self.env)
+                self._siblings = siblings()
                 body(self.job)
                 self.finish()
+                self._say_stopped()
                 self.exit(0)
             except BaseException as error:  # whatever it is, the peers must not wait for this rank
                 self.fail(error)
@@ -82,7 +95,34 @@ class RankProcess:
     def leave(self) -> NoReturn:
         """End now: nothing is being served, or the patience is over."""
         self.let_go(0)
+        self._say_stopped()
         self.exit(0)
+
+    def drain(self) -> None:
+        """Someone wants this job to stop."""
+        self.leave()
+
+    def hurry(self) -> None:
+        """The same one again, after a while."""
+        self.leave()
+
+    def _asked(self) -> None:
+        if all(is_alive(rank) for rank in self._siblings):
+            self.drain()
+            return
+        # Nobody's wish: the agent has seen a rank die and tells the others to go. The main thread
+        # finds that out by itself and says so; should it be stuck, this is its end.
+        time.sleep(PEER_LOSS_SECONDS)
+        self.let_go(PEER_LOSS_SECONDS / 2)
+        self.exit(LOST_PEER)
+
+    def _say_stopped(self) -> None:
+        """The last line of a job that ends well. Our launcher has one of its own."""
+        if self.env.supervisor is not None or not self.stopping.asked.is_set():
+            return
+        first = self.env.rank == 0 if self.job is None else self.job.say(STOPPED)
+        if first:
+            say("stopped")
 
     def fail(self, error: BaseException) -> NoReturn:
         """Tell why, once for the job, and end with the exit code of the reason."""
@@ -92,7 +132,7 @@ class RankProcess:
             self.stopping.asked.wait(PEER_LOSS_SECONDS)
             patience = PEER_LOSS_SECONDS
         else:
-            write(self.env.error_file, error)
+            write(self.env.error_file, self.env.rank, error)
             if self.env.supervisor is None and (self.job is None or self.job.say("failed")):
                 self._print(error)
         self.let_go(patience)
@@ -101,6 +141,7 @@ class RankProcess:
     def exit(self, code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
+        TorchrunFolder(self.env.error_file).remove_empty()
         os._exit(code)
 
     def _print(self, error: BaseException) -> None:
@@ -110,13 +151,13 @@ class RankProcess:
             traceback.print_exception(error)
         where = f"rank {self.env.rank}: " if self.env.size > 1 else ""
         for line in str(error).splitlines():
-            print(f"moeserve: {where}{line}", file=sys.stderr)
+            say(f"{where}{line}")
 
 
 def build_and_show(
     config: ServeConfig,
     group: EPGroup,
-    tell: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    tell: Progress = lambda stage, done, total: None,
 ) -> Engine:
     """build_engine, with its progress on rank 0's screen as well as told to the front end."""
     from launch.progress import open_progress

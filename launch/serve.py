@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from launch.failure import Failure
 from launch.settings import Given
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, RankDied
+from moeserve.lifeline import when_parent_ends
+from moeserve.terminal import say
 
 
 def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None:
@@ -35,6 +38,8 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         return
     if front_end is None:
         check_port(config)
+    else:  # whoever gave it has started us (moeserve.llm_backends)
+        when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
     from launch.job import run_job
 
     failure = run_job(config.parallel.ep, arguments, front_end)
@@ -42,7 +47,7 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         raise SystemExit(failure.exit_code)  # whoever gave the front end has heard it there
     report_end(failure, config.parallel.ep)
     if front_end is None:
-        print("moeserve: stopped", file=sys.stderr)
+        say("stopped")
 
 
 def report_end(failure: Failure | None, num_ranks: int) -> None:
@@ -56,7 +61,7 @@ def report_end(failure: Failure | None, num_ranks: int) -> None:
     alike = failure.exit_code == ConfigError.exit_code  # found on all ranks
     who = f"rank {failure.rank}: " if one_of_many and not alike else ""
     for line in failure.reason.splitlines():
-        print(f"moeserve: {who}{line}", file=sys.stderr)
+        say(f"{who}{line}")
     raise SystemExit(failure.exit_code)
 
 

@@ -6,7 +6,6 @@ the front end drain; the front end stops all ranks. What runs is `moeserve.rank_
 
 from __future__ import annotations
 
-import sys
 import time
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -17,14 +16,16 @@ from launch.front_end import FrontEndProcess
 from launch.rank import PEER_LOSS_SECONDS, RankProcess, build_and_show
 from moeserve.config import ServeConfig
 from moeserve.errors import MoeserveError, RankDied
+from moeserve.terminal import say
 
 if TYPE_CHECKING:
     from launch.groups import Job
 
 # The front end waits for every rank's Stopped and then ends; this is what it may take to do so.
 FRONT_END_EXIT_SECONDS = 15.0
+HURRY_SECONDS = 1.0  # what it may take to end its streams after a second signal
 WATCH_SECONDS = 0.2
-READY, STOP = "ready", "stop"  # what ranks say to each other through the store
+READY, STOP, HURRY = "ready", "stop", "hurry"  # what ranks say to each other through the store
 
 
 class ServingRank(RankProcess):
@@ -43,8 +44,6 @@ class ServingRank(RankProcess):
         )
         if not address:
             self.exit(LOST_PEER)
-        if self.env.front_end is None:
-            self.stopping.drain = self.drain
         run_rank(self.config, job.group, address, builder=build_and_show)
 
     def finish(self) -> None:
@@ -62,13 +61,22 @@ class ServingRank(RankProcess):
 
     def drain(self) -> None:
         """Rank 0 hears of it, and has the front end drain and stop all ranks."""
-        assert self.job is not None
-        if not self.job.said(READY):
-            self.leave()  # nothing is being served yet
+        if self.env.front_end is not None or self.job is None or not self.job.said(READY):
+            self.leave()  # nothing is being served yet, or the front end's owner has gone
         elif self.front_end is not None:
             self.front_end.stop()
         else:
             self.job.say(STOP)
+
+    def hurry(self) -> None:
+        """The front end ends its streams with an honest word, and then all ranks, if it can."""
+        if self.front_end is not None:
+            self.front_end.stop()
+            self.front_end.wait(HURRY_SECONDS)
+        elif self.job is not None and self.env.front_end is None:
+            self.job.say(HURRY)
+        time.sleep(HURRY_SECONDS)
+        self.leave()
 
     # ---- the front end, on rank 0 -------------------------------------------------------------
 
@@ -78,22 +86,26 @@ class ServingRank(RankProcess):
         except MoeserveError:
             job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
             raise
-        print(f"HTTP on {self.front_end.url} (loading)", file=sys.stderr, flush=True)
+        say(f"HTTP on {self.front_end.url} (loading)")
         Thread(target=self._watch_front_end, name="front-end-watch", daemon=True).start()
 
     def _on_ready(self, url: str) -> None:
         assert self.job is not None
         self.job.say(READY)
-        print(f"ready: {url}", file=sys.stderr, flush=True)
+        say(f"ready: {url}")
 
     def _watch_front_end(self) -> None:
         # Its end while requests may still come ends the job. 0 is a drained stop, of which the
         # ranks hear as messages; 3 says that a rank died: that rank's launcher says it better.
         assert self.front_end is not None and self.job is not None
+        hurried = False
         while self.front_end.poll() is None:
             time.sleep(WATCH_SECONDS)
             if self.job.said(STOP) and not self.stopping.asked.is_set():
                 self.stopping.asked.set()
+                self.front_end.stop()
+            if not hurried and self.job.said(HURRY):
+                hurried = True
                 self.front_end.stop()
         code = self.front_end.poll()
         if not code or self.stopping.asked.is_set():

@@ -1,4 +1,5 @@
-"""StopSignals: the first SIGINT or SIGTERM drains, a later one stops at once. Also parent death.
+"""StopSignals: the first SIGINT, SIGTERM or SIGHUP drains, a later one stops at once. Also parent
+death.
 
 A rank spends its time inside collectives, where Python's own handlers do not run; a thread that
 reads the wake-up pipe does. Knows signals and processes; nothing of what is being stopped.
@@ -28,7 +29,7 @@ class StopSignals:
     nothing to drain). Only the main thread may enter.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self, drain: Callable[[], None], now: Callable[[], None]) -> None:
         self.drain, self.now = drain, now
@@ -39,7 +40,9 @@ class StopSignals:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, lambda *_: None) for s in self.SIGNALS}
+        hung_up_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+        wanted = [s for s in self.SIGNALS if s != signal.SIGHUP or not hung_up_ignored]
+        self._old = {s: signal.signal(s, lambda *_: None) for s in wanted}
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
         return self
 

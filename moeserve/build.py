@@ -9,7 +9,6 @@ Knows how the parts fit together. Knows nothing of sockets or of stepping.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +24,13 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
+from moeserve.placing import describe
 from moeserve.plan import StepPlan
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.startup import StartUp, prepare, size_cache
+from moeserve.terminal import say
 
 LOAD_WINDOW_STEPS = 256
 Progress = Callable[[str, int, int], None]  # (stage, done bytes, total bytes)
@@ -95,7 +96,7 @@ def build_engine(
     _warm_up(engine)
     if group.rank == 0:
         for note in start.notes:
-            print(note, file=sys.stderr, flush=True)
+            say(note)
     return engine
 
 
@@ -179,15 +180,7 @@ def _info(
         "memory_bytes": memory,
         "kv_tokens": plan.num_tokens,
         "kv_plan": plan.describe(),
-        "placement": {
-            "generation": start.placement.generation,
-            "num_logical_experts": start.placement.num_logical_experts,
-            "num_physical_experts": start.placement.num_physical_experts,
-            "num_local_experts": start.placement.num_local_experts,
-            "num_redundant_experts": start.placement.num_redundant_experts,
-            "num_empty_slots": start.placement.num_empty_slots,
-            "num_layers": start.placement.num_layers,
-        },
+        "placement": describe(start.placement, start.model),
         "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,
         "first_moe_layer": start.model.first_k_dense_replace,
         "picks_per_token": start.dispatch.top_k,

@@ -19,7 +19,7 @@ import msgspec
 from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
 from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
-from moeserve.fleet import BLAMES_A_PEER, Fleet
+from moeserve.fleet import Fleet, LossKind
 from moeserve.rank_link import RankLink
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
@@ -27,7 +27,10 @@ from moeserve.streams import Flight, OutputStream
 
 log = logging.getLogger("moeserve.client")
 
-_GRACE = 0.3  # seconds between the first sign of a death and the verdict: the cause may come second
+# Seconds between the first sign of a death and the verdict: the cause may come second. While it is
+# not clear which rank that was, up to the longer time.
+_GRACE, _LONGEST_GRACE = 0.3, 0.9
+_LOOK_AGAIN = 0.05
 
 
 class EngineClient:
@@ -66,6 +69,7 @@ class EngineClient:
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._verdict: asyncio.TimerHandle | None = None
+        self._verdict_due = 0.0  # in the loop's time: then, clear or not
         self._announced_ready = False
         self._stopping = False
         self._link = RankLink(num_ranks, rank_timeout, self._received, self._unreachable)
@@ -183,7 +187,7 @@ class EngineClient:
                 by_rank.setdefault(flight.rank, []).append(request_id)
                 self._retire(flight)
         for rank, ids in by_rank.items():
-            self._send(rank, wire.Abort(tuple(ids)))
+            self._send(rank, wire.Abort(tuple(ids), reason))
 
     def reset_prefix_cache(self) -> None:
         for rank in range(self.fleet.num_ranks):
@@ -229,7 +233,7 @@ class EngineClient:
         flight.finish_reason = FinishReason.ERROR
         self._retire(flight)
         if abort:
-            self._send(flight.rank, wire.Abort((request_id,)))
+            self._send(flight.rank, wire.Abort((request_id,), FinishReason.ERROR))
         flight.stream.put(
             TokenOutput(
                 request_id=request_id,
@@ -264,7 +268,8 @@ class EngineClient:
         try:
             message = wire.decode_to_front_end(payload)
         except msgspec.MsgspecError as error:
-            self._lost(rank, f"sent a message that cannot be read: {error}")
+            reason = f"sent a message that cannot be read: {error}"
+            self._lost(rank, reason, LossKind.FAULT)
             return
         self.fleet.heard(rank, message, time.monotonic())
         match message:
@@ -274,9 +279,8 @@ class EngineClient:
             case wire.CacheEvents():
                 self._index.changed(rank, message.added, message.removed, message.cleared)
             case wire.Hello() if message.size != self.fleet.num_ranks:
-                self._lost(
-                    rank, f"belongs to a job of {message.size} ranks, not {self.fleet.num_ranks}"
-                )
+                reason = f"belongs to a job of {message.size} ranks, not {self.fleet.num_ranks}"
+                self._lost(rank, reason, LossKind.FAULT)
             case wire.Ready():
                 self._changed.set()
                 if self.fleet.all_ready and not self._announced_ready:
@@ -289,14 +293,6 @@ class EngineClient:
                 self._changed.set()
 
     def _output(self, output: TokenOutput) -> None:
-        if output.finish_reason is FinishReason.ERROR and BLAMES_A_PEER.search(output.error or ""):
-            # The peer may be dead; then its end is the better reason, and it will be known soon.
-            assert self._loop is not None
-            self._loop.call_later(2 * _GRACE, self._deliver, output)
-        else:
-            self._deliver(output)
-
-    def _deliver(self, output: TokenOutput) -> None:
         flight = self._flights.get(output.request_id)
         if flight is None:
             return  # aborted, or ended by a rank's death, meanwhile
@@ -322,10 +318,11 @@ class EngineClient:
         state = self.fleet.ranks[rank]
         # Never connected yet is no loss: such a rank is known to be absent.
         if state.stage not in ("absent", "stopped") and state.lost is None:
-            self._lost(rank, "its connection was lost (process ended or host unreachable)")
+            reason = "its connection was lost (process ended or host unreachable)"
+            self._lost(rank, reason, LossKind.SILENT)
 
-    def _lost(self, rank: int, reason: str) -> None:
-        self.fleet.lost(rank, reason, by_itself=False)
+    def _lost(self, rank: int, reason: str, kind: LossKind) -> None:
+        self.fleet.lost(rank, reason, kind)
         self._changed.set()
         self._schedule_verdict()
 
@@ -333,9 +330,16 @@ class EngineClient:
         if self._stopping:
             return  # whoever was told to stop may go
         if self._verdict is None and self._loop is not None and self.failed is None:
+            self._verdict_due = self._loop.time() + _LONGEST_GRACE
             self._verdict = self._loop.call_later(_GRACE, self._pronounce)
 
     def _pronounce(self) -> None:
+        assert self._loop is not None
+        if self._stopping:
+            return  # told to stop since
+        if not self.fleet.is_clear and self._loop.time() < self._verdict_due:
+            self._verdict = self._loop.call_later(_LOOK_AGAIN, self._pronounce)
+            return
         self.failed = RankDied(*self.fleet.first_cause())
         for request_id in list(self._flights):
             self._end_with_error(request_id, str(self.failed), abort=False)

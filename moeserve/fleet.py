@@ -6,7 +6,7 @@ Knows nothing of sockets or requests.
 
 from __future__ import annotations
 
-import re
+import enum
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,10 +14,20 @@ from numpy.typing import NDArray
 
 from moeserve import wire
 
-# A rank that loses a peer reports so, often before the peer's own end is noticed.
-BLAMES_A_PEER = re.compile(
-    r"peer|connection (reset|closed|refused)|socket|gloo|nccl|timed? ?out|lockstep", re.IGNORECASE
-)
+
+class LossKind(enum.Enum):
+    """How a rank left, as far as heard."""
+
+    SILENT = "its connection broke without a word"
+    FAULT = "it said what went wrong on it"
+    PEER = "it said that it had lost another rank"
+
+
+@dataclass(frozen=True)
+class Loss:
+    rank: int
+    reason: str
+    kind: LossKind
 
 
 @dataclass
@@ -60,7 +70,7 @@ class Fleet:
     num_ranks: int
     ranks: list[RankState] = field(default_factory=list)
     expert_load: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by rank, [L, E]
-    losses: list[tuple[int, str, bool]] = field(default_factory=list)  # rank, reason, by itself
+    losses: dict[int, Loss] = field(default_factory=dict)  # by rank, in order of the first sign
 
     def __post_init__(self) -> None:
         self.ranks = [RankState(rank) for rank in range(self.num_ranks)]
@@ -87,26 +97,41 @@ class Fleet:
             case wire.Stopped():
                 state.stage = "stopped"
             case wire.Fatal():
-                self.lost(rank, message.reason, by_itself=True)
+                kind = LossKind.PEER if message.peer_lost else LossKind.FAULT
+                self.lost(rank, message.reason, kind)
             case wire.CacheEvents():
                 pass
 
-    def lost(self, rank: int, reason: str, *, by_itself: bool) -> None:
-        """The rank is gone. by_itself: it said why (Fatal); else its connection broke."""
-        if self.ranks[rank].lost is None:
+    def lost(self, rank: int, reason: str, kind: LossKind) -> None:
+        """The rank is gone. Last words may be read after the connection's end: they count."""
+        known = self.losses.get(rank)
+        if known is None or (known.kind is LossKind.SILENT and kind is not LossKind.SILENT):
             self.ranks[rank].lost = reason
-            self.losses.append((rank, reason, by_itself))
+            self.losses[rank] = Loss(rank, reason, kind)
+
+    @property
+    def _suspects(self) -> list[Loss]:
+        return [x for x in self.losses.values() if x.kind is not LossKind.PEER]
+
+    @property
+    def is_clear(self) -> bool:
+        """True when one rank alone can be the cause. Several that are gone without a word may yet
+        turn out to have said that they lost a peer; one of whom nothing is known may be the one."""
+        return len(self._suspects) == 1
 
     def first_cause(self) -> tuple[int, str]:
-        """The rank to name: the first loss, but one that merely blames a peer yields to a rank
-        that vanished without a word."""
+        """The rank to name and why: the first that did not leave for the loss of another."""
         assert self.losses
-        rank, reason, by_itself = self.losses[0]
-        if by_itself and BLAMES_A_PEER.search(reason):
-            for other, why, said in self.losses[1:]:
-                if not said:
-                    return other, f"{why}; rank {rank} reported: {reason.partition('. ')[0]}"
-        return rank, reason
+        silent = [x for x in self._suspects if x.kind is LossKind.SILENT]
+        if self.num_ranks > 1 and len(silent) == self.num_ranks:
+            return silent[0].rank, f"{silent[0].reason}; all other ranks are gone as well"
+        if self._suspects:
+            return self._suspects[0].rank, self._suspects[0].reason
+        unheard = [x.rank for x in self.ranks if x.rank not in self.losses]
+        if len(unheard) == 1:
+            return unheard[0], "all other ranks lost their connection to it"
+        first = next(iter(self.losses.values()))
+        return first.rank, first.reason
 
     @property
     def all_ready(self) -> bool:

@@ -50,6 +50,7 @@ from moeserve.errors import ConfigError, MoeserveError, RankDied
 from moeserve.metrics import Metrics
 from moeserve.server.app import create_app
 from moeserve.server.service import Service
+from moeserve.terminal import log_to_terminal, say
 
 log = logging.getLogger("moeserve.frontend")
 
@@ -65,21 +66,29 @@ def run_front_end(
     num_ranks: int,
     bind_host: str = "127.0.0.1",
     announce: Announce = lambda what, value: None,
+    on_rank_died: Callable[[RankDied], None] = lambda error: None,
 ) -> None:
-    """Serve until a signal (returns) or the death of a rank (raises RankDied). See above."""
+    """Serve until a signal (returns) or the death of a rank (raises RankDied). See above.
+    on_rank_died hears of that death while streams are being ended."""
     import uvloop
 
-    uvloop.run(_FrontEnd(config, num_ranks, bind_host, announce).run())
+    uvloop.run(_FrontEnd(config, num_ranks, bind_host, announce, on_rank_died).run())
 
 
 class _FrontEnd:
     """The process's life: start, serve, drain, end."""
 
     def __init__(
-        self, config: ServeConfig, num_ranks: int, bind_host: str, announce: Announce
+        self,
+        config: ServeConfig,
+        num_ranks: int,
+        bind_host: str,
+        announce: Announce,
+        on_rank_died: Callable[[RankDied], None],
     ) -> None:
         self._config, self._num_ranks = config, num_ranks
         self._bind_host, self._announce = bind_host, announce
+        self._tell_death = on_rank_died
         self._ending = asyncio.Event()  # a signal came, or a rank died
         self._hurry = asyncio.Event()  # a second signal came
 
@@ -118,7 +127,7 @@ class _FrontEnd:
                 http="httptools",
                 lifespan="off",
                 access_log=self._config.server.log_level == "debug",
-                log_level=self._config.server.log_level,
+                log_config=None,  # its lines come in our style, or not at all (moeserve.terminal)
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
                 server_header=False,
             )
@@ -160,6 +169,10 @@ class _FrontEnd:
         hurry.cancel()
         if not draining.done():
             draining.cancel()
+            if client.failed is None:
+                log.warning(
+                    "stopped hard by a second signal: %d requests are cut off", client.num_in_flight
+                )
             client.cut("the server was stopped before this request had ended")
         if client.failed is None and not await client.stop(STOP_SECONDS):
             log.warning("not every rank said that it stopped within %g s", STOP_SECONDS)
@@ -172,6 +185,7 @@ class _FrontEnd:
 
     def _on_rank_died(self, error: RankDied) -> None:
         log.error("%s", error)
+        self._tell_death(error)
         self._announce("failed", str(error))
         self._ending.set()
         self._hurry.set()
@@ -208,7 +222,7 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://{shown}:{port}"
 
 
-def main() -> int:
+def main(on_rank_died: Callable[[RankDied], None] = lambda error: None) -> int:
     """The command described in the module; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moeserve.frontend")
     parser.add_argument("--config", type=Path, required=True)
@@ -217,11 +231,7 @@ def main() -> int:
     parser.add_argument("--announce-fd", type=int, default=1)
     options = parser.parse_args()
     config = ServeConfig.model_validate_json(options.config.read_text())
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-    )
-
+    log_to_terminal(config.server.log_level)
     told: set[str] = set()
 
     def announce(what: str, value: str) -> None:
@@ -232,13 +242,17 @@ def main() -> int:
 
     try:
         run_front_end(
-            config, num_ranks=options.num_ranks, bind_host=options.bind_host, announce=announce
+            config,
+            num_ranks=options.num_ranks,
+            bind_host=options.bind_host,
+            announce=announce,
+            on_rank_died=on_rank_died,
         )
     except MoeserveError as error:
         if "failed" not in told:
             announce("failed", str(error))
         if options.announce_fd <= 2:  # else whoever listens says it
-            print(f"moeserve front end: {error}", file=sys.stderr)
+            say(str(error))
         return error.exit_code
     return 0
 

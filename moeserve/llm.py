@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,9 +25,12 @@ from moeserve.config import ServeConfig
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.folder import folder_problems
-from moeserve.llm_backends import Backend, LocalBackend, Progress, RanksBackend
+from moeserve.llm_backends import Backend, LocalBackend, RanksBackend
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from moeserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moeserve.build import Progress
 
 Prompt = str | Sequence[int]
 

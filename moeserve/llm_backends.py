@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ep.group import EPGroup
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, EngineFailed, MoeserveError, RankDied
+from moeserve.lifeline import LIFELINE
+from moeserve.nameless import NamelessFile
 from moeserve.request import FinishReason, Request, TokenOutput
 
+if TYPE_CHECKING:
+    from moeserve.build import Progress
+
 Deliver = Callable[[TokenOutput], bool]
-Progress = Callable[[str, int, int], None]  # (stage, done bytes, total bytes)
 STOP_SECONDS = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Backend(Protocol):
@@ -78,7 +78,7 @@ class LocalBackend:
             while engine.has_work:
                 for output in engine.step():
                     if not deliver(output) and output.finish_reason is None:
-                        engine.abort([output.request_id])
+                        engine.abort([output.request_id], FinishReason.STOP)
         except BaseException:  # Ctrl-C too: leave nothing behind for the next call
             engine.scheduler.fail_all("interrupted")
             raise
@@ -98,20 +98,23 @@ class LocalBackend:
 
 
 class RanksBackend:
-    """ep ranks as processes of `python -m moeserve serve`, which connect to our own socket."""
+    """ep ranks as processes of `python -m moeserve serve`, which connect to our own socket. They
+    end when this process does; no file stays behind."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._runner = asyncio.Runner()
         self._client: EngineClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="moeserve-")
+        settings = NamelessFile(to_toml(config))
         try:
-            self._runner.run(self._start(config))
+            self._runner.run(self._start(config, settings.path))
         except BaseException:
             self.close()
             raise
+        finally:
+            settings.close()  # all have read it
 
-    async def _start(self, config: ServeConfig) -> None:
+    async def _start(self, config: ServeConfig, settings: Path) -> None:
         self._client = client = EngineClient(
             config.parallel.ep,
             max_queue=1 << 31,  # offline: the ranks queue what they cannot run yet
@@ -120,16 +123,13 @@ class RanksBackend:
         )
         address = client.bind()
         client.start()
-        settings = Path(self._folder.name) / "settings.toml"
-        settings.write_text(to_toml(config))
         # -P: whatever lies in the working directory (a `models` of the caller's) shadows nothing
         command = [sys.executable, "-P", "-m", "moeserve", "serve", "--config", str(settings)]
         self._process = subprocess.Popen(
             [*command, "--frontend", address],
-            stdin=subprocess.DEVNULL,
+            stdin=LIFELINE,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
             env=_environment(),
-            preexec_fn=_die_with_parent,
         )
         ready = asyncio.ensure_future(client.wait_ready())
         while not ready.done():
@@ -153,7 +153,6 @@ class RanksBackend:
                 if self._process.wait(STOP_SECONDS) == ConfigError.exit_code:
                     raise ConfigError(error.reason.splitlines()) from None
             raise
-        self._folder.cleanup()  # all have read it; a signal that ends this process leaves nothing
 
     @property
     def max_model_len(self) -> int:
@@ -211,10 +210,11 @@ class RanksBackend:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         if client is not None:
             self._runner.run(_close(client))
         self._runner.close()
-        self._folder.cleanup()
 
 
 async def _close(client: EngineClient) -> None:
@@ -236,11 +236,6 @@ def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     old = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": root if not old else root + os.pathsep + old}
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -28,6 +28,7 @@ from moeserve import wire
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
+from moeserve.peer_loss import is_lost_peer
 from moeserve.request import FinishReason, TokenOutput
 
 IDLE_WAIT = 0.02  # seconds between locksteps when no rank has work; a message ends the wait
@@ -68,7 +69,7 @@ def run_rank(
             line.send(wire.Stopped(group.rank))
             engine.close()
         except BaseException as error:
-            line.send(wire.Fatal(group.rank, _reason(error)))
+            line.send(wire.Fatal(group.rank, _reason(error), is_lost_peer(error)))
             raise
 
 
@@ -146,7 +147,9 @@ class RankLoop:
             try:
                 outputs = engine.step()
             except Exception as error:  # EngineFailed, or what a broken connection raises
-                self._fail_requests(engine.failure or _reason(error))
+                # A lost peer's name is the better reason; the front end knows it in a moment.
+                if not is_lost_peer(error):
+                    self._fail_requests(engine.failure or _reason(error))
                 raise
             self._report(outputs)
 
@@ -165,8 +168,8 @@ class RankLoop:
                             error=str(error),
                         )
                     )
-            case wire.Abort(request_ids):
-                engine.abort(request_ids)
+            case wire.Abort(request_ids, end):
+                engine.abort(request_ids, end)
             case wire.Stop(drain):
                 engine.request_stop(drain)
             case wire.ResetPrefixCache():

@@ -79,7 +79,7 @@ class Sequence:
         self.eos_ids = eos_ids
         self.stop_ids = stop_ids if sampling.ignore_eos else stop_ids | eos_ids
         self.lease: Lease | None = None  # of cache blocks, while running
-        self.aborted = False
+        self.aborted: FinishReason | None = None  # from outside; dropped at the next commit
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
             None if sampling.prompt_logprobs is None else [None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moeserve.request import Request, TokenOutput
+from moeserve.request import FinishReason, Request, TokenOutput
 
 # ---- front end -> rank ------------------------------------------------------------------------
 
@@ -20,7 +20,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Drop these requests. reason: what they count as: STOP where the front end found a stop string
+    (finished), ABORT where the client left (aborted), ERROR where the server cut them off."""
+
     request_ids: tuple[str, ...]
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
@@ -108,8 +112,8 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int
     output_tokens: int
     preemptions: int
-    finished: int
-    aborted: int
+    finished: int  # whatever ended them, a stop string or an error too, but not an abort
+    aborted: int  # by their clients
     step_seconds_total: float
     step_seconds_last: float
     lockstep_age: float  # seconds since the last finished lockstep
@@ -122,10 +126,12 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on; first cause first. The job ends."""
+    """A rank cannot go on; first cause first. The job ends. peer_lost: only because another rank is
+    gone, which is the one to blame."""
 
     rank: int
     reason: str
+    peer_lost: bool = False
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

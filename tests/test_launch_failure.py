@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,14 @@ from launch.failure import (
     describe_exit,
     exit_code_of,
     first_cause,
-    is_lost_peer,
     is_typed,
     read,
     write,
+    write_verdict,
 )
 from moeserve.errors import ConfigError, EngineFailed, RankDied
+from moeserve.lockstep import PeerFailed
+from moeserve.peer_loss import is_lost_peer
 
 
 def gloo() -> RuntimeError:
@@ -40,6 +43,7 @@ def caused(error: Exception, cause: BaseException) -> Exception:
         (gloo(), LOST_PEER),
         (caused(EngineFailed("forward failed"), gloo()), LOST_PEER),
         (caused(EngineFailed("forward failed"), ZeroDivisionError()), 1),
+        (PeerFailed([1]), LOST_PEER),
     ],
 )
 def test_exit_codes(error, code):
@@ -66,23 +70,42 @@ def test_typed_errors_need_no_traceback():
 
 
 def test_reasons_travel_through_the_error_file(tmp_path):
-    file = tmp_path / "error.json"
-    write(file, ConfigError(["one", "two"]))
-    failure = read(3, 2, json.loads(file.read_text()))
-    assert (failure.rank, failure.exit_code, failure.reason) == (3, 2, "one\ntwo")
-    assert failure.details == "" and failure.when > 0
+    file = tmp_path / "gone" / "errors"  # torchrun's folder may have been cleaned meanwhile
+    write(file, 3, ConfigError(["one", "two"]))
+    assert json.loads(file.read_text())["message"]["message"] == "one\ntwo"  # torchrun's form
     try:
         {}["x"]
     except KeyError as error:
-        write(file, error)
-    failure = read(0, 1, json.loads(file.read_text()))
-    assert failure.reason == "KeyError: 'x'" and "Traceback" in failure.details
-    write(None, KeyError("nobody asked"))
+        write(file, 0, error)
+    (typed, bug, silent), verdict = read({3: 2, 0: 1, 1: 1}, file.read_text())
+    assert (typed.rank, typed.exit_code, typed.reason) == (3, 2, "one\ntwo")
+    assert typed.details == "" and typed.when > 0
+    assert bug.reason == "KeyError: 'x'" and "Traceback" in bug.details
+    assert (silent.reason, verdict) == ("exit code 1", None)
+    assert typed.when <= bug.when <= silent.when
+    write(None, 0, KeyError("nobody asked"))
+    write(Path("/proc/0/fd/7"), 0, KeyError("the launcher is gone"))
 
 
 def test_a_process_that_said_nothing():
-    assert read(1, -9, {}).reason == "killed by SIGKILL (out of memory?)"
-    assert read(1, 7, None).reason == "exit code 7"
+    (killed, left), _ = read({1: -9, 0: 7}, "")
+    assert (killed.rank, killed.reason) == (1, "killed by SIGKILL (out of memory?)")
+    assert (left.rank, left.reason) == (0, "exit code 7") and killed.when < left.when
+
+
+def test_the_front_ends_verdict_is_the_launchers(tmp_path):
+    write_verdict(tmp_path / "errors", 2)
+    failures, verdict = read({0: -9, 1: LOST_PEER, 2: -9}, (tmp_path / "errors").read_text())
+    assert first_cause(failures, verdict).rank == 2
+    assert first_cause(failures).rank == 0
+    # A rank that only lost a peer is never the cause, whoever says so.
+    assert first_cause(failures, 1).rank == 0
+
+
+def test_a_killed_rank_comes_before_what_others_made_of_it(tmp_path):
+    write(tmp_path / "errors", 0, RuntimeError("a text that nobody knows"))
+    failures, _ = read({0: 1, 1: -9, 2: -6}, (tmp_path / "errors").read_text())
+    assert first_cause(failures).rank == 1
     assert describe_exit(-11) == "killed by SIGSEGV"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.bench import PARTS, Bench, Row, show
+from launch.demo import ASKS
 from launch.heat import CELLS, heat_rows, level
 from launch.progress import BarProgress, LineProgress, NoProgress, open_progress
 from moeserve.config import ServeConfig
@@ -23,7 +24,7 @@ def test_lines_for_a_stage_that_counts(capsys):
     lines.update("cache", 0, 0)
     lines.close()
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("weights: 2.0 of 2.0 MB (")
+    assert len(said) == 1 and said[0].startswith("moeserve: weights: 2.0 of 2.0 MB (")
 
 
 def test_only_rank_0_shows_progress(monkeypatch, capsys):
@@ -35,6 +36,12 @@ def test_only_rank_0_shows_progress(monkeypatch, capsys):
     bar.update("weights", 10, 10)
     bar.update("warmup", 0, 0)
     bar.close()
+
+
+def test_the_readme_shows_the_rows_of_the_demo():
+    readme = (TINY.parents[1] / "README.md").read_text()
+    rows = [line.split("|")[0].strip() for line in readme.splitlines() if line.endswith("x")]
+    assert rows == [ask.kind for ask in ASKS]
 
 
 def test_levels():

@@ -190,15 +190,91 @@ def test_death_of_a_rank_ends_all_streams_and_names_it(way: str) -> None:
     job(body, ranks=2, on_rank_died=died.append)
 
 
-def test_the_silent_rank_is_blamed_not_the_one_that_complains_of_its_peer() -> None:
+GLOO = "gloo: Connection closed by peer [10.0.0.2]:3512"
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2, 3])
+@pytest.mark.parametrize("first", ["the survivors' words", "the death"])
+def test_the_silent_rank_is_blamed_not_those_that_lost_it(dead: int, first: str) -> None:
+    died: list[RankDied] = []
+    survivors = [r for r in range(4) if r != dead]
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        if first == "the death":
+            ranks[dead].die()
+            await until(lambda: bool(client.fleet.losses))
+        for rank in survivors:
+            ranks[rank].send(wire.Fatal(rank, GLOO, peer_lost=True))
+        await until(lambda: len(client.fleet.losses) >= 3)
+        ranks[dead].die()
+        await until(lambda: bool(died))
+        assert died[0].rank == dead and "its connection was lost" in died[0].reason
+
+    job(body, ranks=4, on_rank_died=died.append)
+
+
+def test_last_words_that_are_read_after_the_end_of_their_connection_count() -> None:
     died: list[RankDied] = []
 
     async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
-        ranks[0].send(wire.Fatal(0, "gloo: Connection closed by peer [10.0.0.2]:3512"))
-        await until(lambda: bool(client.fleet.losses))
-        ranks[1].die()
+        for rank in (0, 1):
+            client._unreachable(rank)  # their words still lie in the socket
+        client._unreachable(2)
+        for rank in (1, 0):
+            client._received(rank, wire.encode(wire.Fatal(rank, GLOO, peer_lost=True)))
         await until(lambda: bool(died))
-        assert died[0].rank == 1 and "Connection closed by peer" in died[0].reason
+        assert died[0].rank == 2
+
+    job(body, ranks=3, on_rank_died=died.append)
+
+
+def test_words_of_the_survivors_are_waited_for_but_not_long() -> None:
+    died: list[RankDied] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        for rank in (1, 2):  # it is not clear which of them was first ...
+            client._unreachable(rank)
+        await asyncio.sleep(0.4)
+        assert not died
+        client._received(1, wire.encode(wire.Fatal(1, GLOO, peer_lost=True)))  # ... until now
+        await until(lambda: bool(died))
+        assert died[0].rank == 2
+
+    job(body, ranks=3, on_rank_died=died.append)
+
+
+def test_a_rank_of_which_nothing_is_heard_is_named_when_all_others_lost_it() -> None:
+    died: list[RankDied] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        for rank in (0, 2):
+            ranks[rank].send(wire.Fatal(rank, GLOO, peer_lost=True))
+        await until(lambda: bool(died))
+        assert died[0].rank == 1 and "all other ranks lost" in died[0].reason
+
+    job(body, ranks=3, on_rank_died=died.append)
+
+
+def test_all_ranks_gone_at_once_are_said_to_be() -> None:
+    died: list[RankDied] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        for rank in range(3):
+            client._unreachable(rank)
+        await until(lambda: bool(died))
+        assert "all other ranks are gone as well" in died[0].reason
+
+    job(body, ranks=3, on_rank_died=died.append)
+
+
+def test_ranks_that_leave_at_a_stop_have_not_died() -> None:
+    died: list[RankDied] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        client._unreachable(0)
+        await client.stop(0)
+        await asyncio.sleep(0.5)
+        assert not died and client.failed is None
 
     job(body, ranks=2, on_rank_died=died.append)
 
@@ -209,11 +285,7 @@ def test_requests_that_fail_for_a_lost_peer_end_with_its_death() -> None:
         ranks[1].pause()
         stream = client.open([ask("a")])
         await until(lambda: bool(ranks[0].running))
-        error = "the forward pass failed: gloo: Connection reset by peer"
-        lost = TokenOutput(
-            request_id="a", token_ids=(), finish_reason=FinishReason.ERROR, error=error
-        )
-        ranks[0].send(wire.Outputs(0, (lost,)), wire.Fatal(0, error))
+        ranks[0].send(wire.Fatal(0, GLOO, peer_lost=True))
         await until(lambda: bool(client.fleet.losses))
         ranks[1].die()
         (last,) = await stream.get()

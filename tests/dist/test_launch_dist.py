@@ -48,14 +48,14 @@ def run_rank(config, group, front_end, builder=None):
 FRONT = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
-def main():
+def main(on_rank_died=None):
     parser = argparse.ArgumentParser()
     for name in ("--config", "--num-ranks", "--bind-host", "--announce-fd"):
         parser.add_argument(name)
     options = parser.parse_args()
     json.loads(Path(options.config).read_text())
     folder, mode = Path(os.environ["STAND_IN"]), os.environ["STAND_IN_MODE"]
-    signals = []
+    signals, parent = [], os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     news = os.fdopen(int(options.announce_fd), "w", buffering=1)
     def say(what, value): news.write(json.dumps({"what": what, "value": value}) + chr(10))
@@ -68,6 +68,8 @@ def main():
     (folder / "front").write_text(str(os.getpid()))
     while not signals or mode == "stubborn":
         time.sleep(0.02)
+        if os.getppid() != parent:
+            return 3
     time.sleep(0.5)
     (folder / "signals").write_text(str(len(signals)))
     (folder / "stop").touch()
@@ -268,7 +270,7 @@ def serving(checkpoint: Path) -> list[str]:
 
 def url_of(job: Running) -> str:
     job.wait_for(lambda: "ready: " in job.text)
-    return next(x for x in job.output if x.startswith("ready: ")).split()[1]
+    return next(x for x in job.output if x.startswith("moeserve: ready: ")).split()[2]
 
 
 def complete(url: str, **body: object) -> httpx.Response:
