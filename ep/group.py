@@ -17,7 +17,8 @@ class EPGroup:
 
     rank, size: this rank's number and the number of ranks. ranks_per_node: how many ranks one
     machine hosts (`size` when all are on one). device_group carries the all-to-alls, cpu_group the
-    small agreements (`Lockstep`); both None exactly when size is 1.
+    small agreements (`Lockstep`); both None exactly when size is 1. host: address of this
+    rank at which the others reach its sockets.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class EPGroup:
     ranks_per_node: int
     device_group: dist.ProcessGroup | None
     cpu_group: dist.ProcessGroup | None
+    host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:

@@ -76,6 +76,7 @@ def open_job(env: RankEnv) -> Job:
         ranks_per_node=env.local_size,
         device_group=dist.group.WORLD,
         cpu_group=cpu_group,
+        host=reachable_host(env),
     )
     return Job(group, dist.distributed_c10d._get_default_store())
 

@@ -20,18 +20,21 @@ import psutil
 from torch import Tensor
 
 from ep.group import EPGroup
-from ep.load import balancedness
+from ep.load import LoadWindow, balancedness
 from ep.placement import ExpertPlacement
+from ep.rebalance import Ballot
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
 from moeserve.plan import StepPlan
+from moeserve.rebalancer import Rebalancer
 from moeserve.recorder import StepRecorder
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.wire import CacheEvents, RankStats
 from moeserve.wire_experts import Counts, FromRank, LoadReport
+from moeserve.wire_rebalance import Rebalance, RebalanceReport
 
 MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
 
@@ -55,6 +58,7 @@ class Engine:
         self.placement = placement
         self.info = info or {}
         self.settings = settings
+        self.rebalancer: Rebalancer | None = None  # set where experts can move (`build`)
         self.stopped = False  # all ranks agreed: no step follows
         self.idle = True  # no rank had work in the last step
         self.num_steps = 0
@@ -62,6 +66,7 @@ class Engine:
         self.step_seconds_last = 0.0
         self._stop_asked = False
         self._broken: str | None = None
+        self._refusals: list[RebalanceReport] = []
         self._failed_steps = 0
         self._process = psutil.Process()
 
@@ -103,6 +108,9 @@ class Engine:
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
         self.stopped, self.idle = agreed.stop, not agreed.run
+        if self.rebalancer is not None and not agreed.stop:
+            self.rebalancer.advance(agreed)
+            self.placement = self.rebalancer.placement
         if self.recorder is not None:
             self.recorder.agreed(0 if agreed.stop else agreed.recording)
         outputs = self._run(plan, batch, agreed) if agreed.run else []
@@ -177,7 +185,34 @@ class Engine:
             placement_generation=0 if self.placement is None else self.placement.generation,
             settings=self.settings,
             recording=0 if self.recorder is None else self.recorder.wanted,
+            rebalance=0 if self.rebalancer is None else self.rebalancer.number,
+            ballot=Ballot() if self.rebalancer is None else self.rebalancer.ballot(),
         )
+
+    # -- rebalancing ---------------------------------------------------------------------------
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """A rebalance is under way: it goes on with each step, also with those without work."""
+        return self.rebalancer is not None and self.rebalancer.moving
+
+    def ask_rebalance(self, wish: Rebalance) -> None:
+        """Begin one at the next step (on rank 0); a report tells how it ended."""
+        if self.rebalancer is not None:
+            self.rebalancer.ask(wish)
+            return
+        alone = "one rank has nobody to move experts to"
+        reason = (
+            alone if self.group.size == 1 else "experts of this job cannot move (see its notes)"
+        )
+        self._refusals.append(RebalanceReport(self.group.rank, wish.ask, "refused", reason))
+
+    def take_rebalance_reports(self) -> list[RebalanceReport]:
+        """Answers to wishes since the last call."""
+        if self.rebalancer is not None:
+            return self.rebalancer.take_reports()
+        reports, self._refusals = self._refusals, []
+        return reports
 
     # -- expert load ---------------------------------------------------------------------------
 
@@ -194,11 +229,10 @@ class Engine:
         """What a recording has to say since the last call."""
         return [] if self.recorder is None else self.recorder.take_reports()
 
-    def load_report(self, ask: int = 0) -> LoadReport | None:
-        """Expert load of this rank's tokens up to now; None where none is counted."""
-        recorder = self.recorder
-        if recorder is None or (window := recorder.window) is None:
-            return None
+    def load_report(self, ask: int = 0) -> LoadReport:
+        """Expert load of this rank's tokens up to now; of no layers where none is counted."""
+        recorder = self.recorder or StepRecorder()
+        window = recorder.window or LoadWindow(1, 1, 1)
         first, last = window.step_range or (0, 0)
         return LoadReport(
             rank=self.group.rank,
@@ -268,7 +302,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give the dispatcher's buffers back."""
+        """Give the dispatcher's buffers back; end what moves experts."""
+        if self.rebalancer is not None:
+            self.rebalancer.close()
         close = getattr(self.runner.model, "close", None)
         if close is not None:
             close()

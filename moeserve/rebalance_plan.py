@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ep.load import balancedness
-from ep.migrate import MigrationPlan, StagingTooSmall, keep_slots, plan_migration
+from ep.migrate import MigrationPlan, keep_slots, plan_migration
 from ep.placement import ExpertPlacement
 from ep.rebalance import Cause, RebalancePolicy, keep_idle_layers, look, utilisation, weigh
 
@@ -79,7 +79,7 @@ class PlanMaker:
         )
 
     def answer(self, question: Question) -> Answer:
-        """Raises what the planner raises, and TableError."""
+        """Raises what the planner raises, TableError and StagingTooSmall."""
         old, loads = question.placement, question.loads[-1]
         now = utilisation(loads, old)
         said: dict[str, Any] = {
@@ -111,11 +111,7 @@ class PlanMaker:
             cause = Cause.NONE
         if cause is not Cause.NONE:
             return Answer(cause, None, now, said)
-        try:
-            said |= self._cost(self.migration(old, new))
-        except StagingTooSmall as error:
-            said["staging_needed"] = error.needed
-            return Answer(Cause.STAGING, None, now, said)
+        said |= self._cost(self.migration(old, new))
         if question.dry_run:
             return Answer(Cause.DRY_RUN, None, now, said)
         return Answer(Cause.NONE, new, now, said)
