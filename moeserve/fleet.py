@@ -162,3 +162,12 @@ class Fleet:
         """Tokens routed to each logical expert since start, summed over ranks: [L, E]."""
         loads = list(self.expert_load.values())
         return np.sum(loads, axis=0) if loads else np.zeros((0, 0), np.int64)
+
+    def num_routed_experts(self) -> int:
+        """Of the logical experts; the shared expert's pieces follow them where they lie in slots
+        (every token picks those, so that they say nothing of the router's balance)."""
+        for rank in self.ranks:
+            placement = None if rank.ready is None else rank.ready.info.get("placement")
+            if isinstance(placement, dict) and "num_routed_experts" in placement:
+                return int(placement["num_routed_experts"])
+        return int(self.expert_totals().shape[1])

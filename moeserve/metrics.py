@@ -99,7 +99,7 @@ class _FleetCollector(Collector):
                 fleet.stalled(now, client.lockstep_timeout) is not None,
             ),
             "expert_balance": (
-                "Most loaded over mean logical expert, mean of layers",
+                "Most loaded over mean routed expert, mean of layers",
                 _balance(client),
             ),
         }
@@ -174,7 +174,7 @@ class _FleetCollector(Collector):
 
 
 def _balance(client: EngineClient) -> float:
-    """Load of the busiest logical expert over the mean one, mean over layers; 0 before any load."""
-    totals = client.fleet.expert_totals()
+    """Load of the busiest routed expert over the mean one, mean over layers; 0 before any load."""
+    totals = client.fleet.expert_totals()[:, : client.fleet.num_routed_experts()]
     totals = totals[totals.sum(axis=1) > 0]
     return float((totals.max(axis=1) / totals.mean(axis=1)).mean()) if len(totals) else 0.0

@@ -38,6 +38,14 @@ def first_placement(
     if config.parallel.placement is not None:
         return _given(config, model, experts, layers, group, problems)
     redundant = config.parallel.redundant_experts
+    most = max(1, ranks - 1) * experts
+    if redundant > most:
+        problems.append(
+            f"parallel.redundant_experts={redundant}: at most {most}, which gives "
+            + (f"each of {ranks} ranks every" if ranks > 1 else "a copy of every")
+            + f" one of the {experts} experts of a layer; nearest valid: {most}"
+        )
+        return None
     if not hosted:
         return ExpertPlacement.trivial(layers, experts, ranks, redundant)
     return place_with_shared(

@@ -47,15 +47,21 @@ def _progress(service: Service) -> str:
 
 
 def experts(service: Service) -> dict[str, Any]:
-    """Tokens routed to each logical expert since start, per MoE layer, and the balance of ranks."""
+    """Tokens routed to each logical expert since start, per MoE layer, and the balance of ranks.
+
+    Where the shared expert lies in slots, its pieces are the logical experts from
+    num_routed_experts on; max_over_mean is of the routed ones.
+    """
     fleet = service.client.fleet
     totals = fleet.expert_totals()
+    routed = totals[:, : fleet.num_routed_experts()]
     stats = [x.stats for x in fleet.ranks if x.stats is not None]
     return {
         "num_layers": totals.shape[0],
         "num_logical_experts": totals.shape[1],
+        "num_routed_experts": routed.shape[1],
         "totals": totals.tolist(),
-        "max_over_mean": [float(r.max() / r.mean()) if r.sum() else 0.0 for r in totals],
+        "max_over_mean": [float(r.max() / r.mean()) if r.sum() else 0.0 for r in routed],
         "placement_generation": max((x.placement_generation for x in stats), default=0),
         "ranks": [{"rank": x.rank, "balance": x.rank_balance} for x in stats],
     }
