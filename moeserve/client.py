@@ -20,10 +20,12 @@ from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
 from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
 from moeserve.fleet import Fleet, LossKind
+from moeserve.load_desk import LoadDesk
 from moeserve.rank_link import RankLink
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
 from moeserve.streams import Flight, OutputStream
+from moeserve.wire_experts import LoadInterval, LoadReport, PlacementTable, RecordingEnded
 
 log = logging.getLogger("moeserve.client")
 
@@ -73,6 +75,7 @@ class EngineClient:
         self._announced_ready = False
         self._stopping = False
         self._link = RankLink(num_ranks, rank_timeout, self._received, self._unreachable)
+        self.experts = LoadDesk(num_ranks, self._send, self._info)
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -193,6 +196,11 @@ class EngineClient:
         for rank in range(self.fleet.num_ranks):
             self._send(rank, wire.ResetPrefixCache())
 
+    def _info(self) -> dict[str, object]:
+        """What rank 0 said when it was ready."""
+        ready = self.fleet.ranks[0].ready
+        return {} if ready is None else ready.info
+
     def loads(self) -> list[int]:
         """Tokens of the requests in flight, per rank."""
         return list(self._loads)
@@ -276,6 +284,8 @@ class EngineClient:
             case wire.Outputs():
                 for output in message.outputs:
                     self._output(output)
+            case LoadInterval() | PlacementTable() | RecordingEnded() | LoadReport():
+                self.experts.heard(message)
             case wire.CacheEvents():
                 self._index.changed(rank, message.added, message.removed, message.cleared)
             case wire.Hello() if message.size != self.fleet.num_ranks:
@@ -343,6 +353,7 @@ class EngineClient:
         self.failed = RankDied(*self.fleet.first_cause())
         for request_id in list(self._flights):
             self._end_with_error(request_id, str(self.failed), abort=False)
+        self.experts.lost(str(self.failed))
         self._changed.set()
         self.on_rank_died(self.failed)
 

@@ -20,7 +20,7 @@ import psutil
 from torch import Tensor
 
 from ep.group import EPGroup
-from ep.load import LoadWindow, balancedness
+from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.rebalance import Ballot
 from moeserve.batch import StepBatch
@@ -232,8 +232,8 @@ class Engine:
     def load_report(self, ask: int = 0) -> LoadReport:
         """Expert load of this rank's tokens up to now; of no layers where none is counted."""
         recorder = self.recorder or StepRecorder()
-        window = recorder.window or LoadWindow(1, 1, 1)
-        first, last = window.step_range or (0, 0)
+        window = recorder.window
+        first, last = (window and window.step_range) or (0, 0)
         return LoadReport(
             rank=self.group.rank,
             ask=ask,
@@ -241,8 +241,8 @@ class Engine:
             generation=0 if self.placement is None else self.placement.generation,
             tokens=(recorder.tokens[0], recorder.tokens[1]),
             totals=Counts.pack(recorder.totals),
-            window=Counts.pack(window.totals_by_phase()),
-            window_steps=window.steps,
+            window=Counts.pack(window.totals_by_phase() if window else recorder.totals),
+            window_steps=window.steps if window else 0,
             window_first=first,
             window_last=last,
             rows=Counts.pack(recorder.rows_total),

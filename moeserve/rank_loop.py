@@ -24,7 +24,7 @@ from types import TracebackType
 import zmq
 
 from ep.group import EPGroup
-from moeserve import wire
+from moeserve import wire, wire_experts
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
@@ -174,6 +174,12 @@ class RankLoop:
                 engine.request_stop(drain)
             case wire.ResetPrefixCache():
                 engine.reset_prefix_cache()
+            case wire_experts.StartRecording():
+                engine.start_recording(message.recording, message.interval_steps, message.max_steps)
+            case wire_experts.StopRecording(recording):
+                engine.stop_recording(recording)
+            case wire_experts.AskLoad(ask):
+                self._line.send(engine.load_report(ask))
             case wire.Wake():
                 pass  # it has ended the wait
 
@@ -186,6 +192,8 @@ class RankLoop:
         events = self._engine.take_cache_events()
         if events is not None:
             self._line.send(events)
+        for report in self._engine.take_load_reports():
+            self._line.send(report)
         now = time.monotonic()
         fell_idle = self._engine.idle and not self._was_idle
         self._was_idle = self._engine.idle

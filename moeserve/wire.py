@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moeserve import wire_experts
 from moeserve.request import FinishReason, Request, TokenOutput
 
 # ---- front end -> rank ------------------------------------------------------------------------
@@ -42,7 +43,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Drop every unreferenced cached block (operators and benchmarks)."""
 
 
-ToRank = Submit | Abort | Wake | Stop | ResetPrefixCache
+ToRank = Submit | Abort | Wake | Stop | ResetPrefixCache | wire_experts.FromFrontEnd
 
 # ---- rank -> front end ------------------------------------------------------------------------
 
@@ -138,7 +139,17 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-ToFrontEnd = Hello | Loading | Ready | Outputs | CacheEvents | RankStats | Fatal | Stopped
+ToFrontEnd = (
+    Hello
+    | Loading
+    | Ready
+    | Outputs
+    | CacheEvents
+    | RankStats
+    | Fatal
+    | Stopped
+    | wire_experts.FromRank
+)
 
 
 def encode(message: ToRank | ToFrontEnd) -> bytes:
