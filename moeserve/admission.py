@@ -1,4 +1,4 @@
-"""What a request may ask of an engine: each refusal names field, value and what is valid.
+"""What a request may ask of an engine: a refusal names each bad field, its value, what is valid.
 
 Pure: the same check runs in the front end (as HTTP 400) and on the rank (the last line of defence,
 since one bad id would break a step for everybody).
@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from moeserve.errors import InvalidRequest
+from moeserve.errors import InvalidRequest, raise_problems
 from moeserve.request import Request, SamplingParams
 
 
@@ -57,7 +57,9 @@ def typed_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
+    """InvalidRequest, or InvalidFields where several fields are wrong."""
     s = sampling
+    problems: list[InvalidRequest] = []
     checks: tuple[tuple[str, float | int | None, bool, str], ...] = (
         ("temperature", s.temperature, s.temperature >= 0, "must be at least 0"),
         ("top_k", s.top_k, s.top_k >= 0, "must be at least 0 (0: off)"),
@@ -89,15 +91,17 @@ def check_sampling(sampling: SamplingParams) -> None:
     )
     for name, value, fine, valid in checks:
         if value is not None and not math.isfinite(value):
-            raise InvalidRequest(name, value, "must be a finite number")
-        if not fine:
-            raise InvalidRequest(name, value, valid)
-    if s.min_tokens > s.max_tokens:
-        raise InvalidRequest(
-            "min_tokens", s.min_tokens, f"must not exceed max_tokens={s.max_tokens}"
+            problems.append(InvalidRequest(name, value, "must be a finite number"))
+        elif not fine:
+            problems.append(InvalidRequest(name, value, valid))
+    if s.min_tokens > s.max_tokens >= 0:
+        valid = f"must not exceed max_tokens={s.max_tokens}"
+        problems.append(InvalidRequest("min_tokens", s.min_tokens, valid))
+    wrong = [x for x in s.logit_bias.values() if not (-BIAS <= x <= BIAS or x == -math.inf)]
+    if wrong:
+        problems.append(
+            InvalidRequest("logit_bias", wrong[0], "must lie in [-100, 100] or be -inf")
         )
-    for bias in s.logit_bias.values():
-        if not (-BIAS <= bias <= BIAS or bias == -math.inf):
-            raise InvalidRequest("logit_bias", bias, "must lie in [-100, 100] or be -inf")
     if not all(s.stop):
-        raise InvalidRequest("stop", s.stop, "stop strings must not be empty")
+        problems.append(InvalidRequest("stop", s.stop, "stop strings must not be empty"))
+    raise_problems(problems)

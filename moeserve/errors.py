@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MoeserveError(Exception):
     """Base of the typed errors. exit_code is what the command line ends with."""
@@ -27,6 +29,31 @@ class InvalidRequest(MoeserveError):
     def __init__(self, field: str, value: object, valid: str) -> None:
         self.field, self.value, self.valid = field, value, valid
         super().__init__(f"{field}={value!r} is not valid: {valid}")
+
+
+class MissingField(InvalidRequest):
+    """A required field was not given; `value` is None."""
+
+    def __init__(self, field: str, valid: str) -> None:
+        self.field, self.value, self.valid = field, None, valid
+        Exception.__init__(self, f"{field} is missing: it is required and must be {valid}")
+
+
+class InvalidFields(InvalidRequest):
+    """Several fields cannot be served; `field` and its kind are those of the first problem."""
+
+    def __init__(self, problems: Sequence[InvalidRequest]) -> None:
+        first = problems[0]
+        self.field, self.value, self.valid = first.field, first.value, first.valid
+        self.problems = tuple(problems)
+        text = "; ".join(f"({number}) {x}" for number, x in enumerate(problems, 1))
+        Exception.__init__(self, f"{len(problems)} fields are not valid: {text}")
+
+
+def raise_problems(problems: Sequence[InvalidRequest]) -> None:
+    """Nothing for none, the one for one, InvalidFields for several."""
+    if problems:
+        raise problems[0] if len(problems) == 1 else InvalidFields(problems)
 
 
 class QueueFull(MoeserveError):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.chat import ChatTemplate, content_text, load_chat_template
+from moeserve.chat import CallForm, ChatTemplate, content_text, load_chat_template
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
 from moeserve.server.rehearsal import CHAT_TEMPLATE, write_tokenizer
@@ -117,6 +117,98 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         load_chat_template(tmp_path, Tokenizer(tmp_path), given)
     with pytest.raises(ConfigError, match="nowhere"):
         load_chat_template(tmp_path, Tokenizer(tmp_path), tmp_path / "nowhere")
+
+
+# ---- tools and their calls -----------------------------------------------------------------------
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+SHOWS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+END = "{% endfor %}{% endif %}{% endfor %}"
+# How templates of served families read past calls: as text, as objects, either; beside a content
+# that must be null, or that is shown too.
+AS_TEXT = SHOWS + "{{ c['function']['name'] + c['function']['arguments'] }}" + END
+AS_OBJECT = SHOWS + "{{ c.function.name }}{{ c.function.arguments | tojson }}" + END
+BY_ITEMS = SHOWS + (
+    "{{ c.function.name }}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}"
+    "{% endfor %}" + END
+)
+IF_NULL = AS_TEXT.replace("{% if m.tool_calls %}", "{% if m.content is none %}")
+IF_TEXT = AS_TEXT.replace("{% if m.tool_calls %}", "{% if m.tool_calls %}{{ m.content + '' }}")
+
+
+def history(content: object, arguments: object = '{"a": 1}') -> list[dict[str, object]]:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    return [*USER, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "as_object", "empty", "beside"),
+    [
+        (AS_TEXT, 'f{"a": 1}', False, None, False),
+        (AS_OBJECT, 'f{"a": 1}', True, None, False),
+        (BY_ITEMS, "fa=1", True, None, False),
+        (IF_NULL, 'f{"a": 1}', False, None, False),
+        (IF_TEXT, 'f{"a": 1}', False, "", True),
+    ],
+)
+@pytest.mark.parametrize("content", [None, "", []])
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_past_calls_are_given_as_the_template_reads_them(
+    source: str,
+    shown: str,
+    as_object: bool,
+    empty: str | None,
+    beside: bool,
+    content: object,
+    arguments: object,
+) -> None:
+    chat = template(source)
+    assert chat.call_form == CallForm(as_object, empty, beside)
+    assert chat.render(history(content, arguments)) == shown
+
+
+def test_what_a_template_cannot_show_of_past_calls_is_refused_not_lost() -> None:
+    with pytest.raises(InvalidRequest, match="does not show tool calls") as caught:
+        template("{% for m in messages %}{{ m.content }}{% endfor %}").render(history(None))
+    assert caught.value.field == "messages.1.tool_calls"
+    with pytest.raises(InvalidRequest, match="text beside tool calls"):
+        template(AS_TEXT).render(history("words"))
+    assert template(IF_TEXT).render(history("words")) == 'wordsf{"a": 1}'
+    for arguments in ("{", "[1]", "5"):
+        with pytest.raises(InvalidRequest, match="text of a JSON object") as caught:
+            template(AS_OBJECT).render(history(None, arguments))
+        assert caught.value.field == "messages.1.tool_calls.0.function.arguments"
+        assert arguments in template(AS_TEXT).render(history(None, arguments))
+
+
+def test_fields_that_are_null_are_not_there() -> None:
+    source = "{% for m in messages %}{{ m.keys() | list | join(',') }};{% endfor %}"
+    nulls: dict[str, object] = dict.fromkeys(("tool_calls", "refusal", "audio", "name"))
+    messages = [{"role": "assistant", "content": None} | nulls, {"role": "user", "content": "x"}]
+    assert template(source).render(messages) == "role,content;role,content;"
+    assert template("{{ messages[0].content + '!' }}").render(messages) == "!"
+    messages[0]["tool_calls"] = []
+    assert template(source).render(messages) == "role,content;role,content;"
+
+
+def test_tools_are_filled_only_for_templates_that_need_it() -> None:
+    bare = [{"type": "function", "function": {"name": "f", "description": None}}]
+    whole = template("{{ tools | tojson }}").render(USER, tools=bare)
+    assert json.loads(whole) == [{"type": "function", "function": {"name": "f"}}]
+    needs = "{{ 'D:' + tools[0].function.description }}{{ tools[0].function.parameters | tojson }}"
+    assert template(needs).render(USER, tools=bare) == 'D:{"type": "object", "properties": {}}'
+    with pytest.raises(InvalidRequest, match="cannot render these messages and tools"):
+        template("{{ tools[0].function.other | tojson }}").render(USER, tools=bare)
+
+
+def test_a_refusal_part_has_its_own_text() -> None:
+    assert content_text([{"type": "refusal", "refusal": "no"}], "x") == "no"
+
+
+def test_a_template_knows_tools_when_it_reads_them() -> None:
+    assert not template("{% for m in messages %}{{ m.tools }} tools{% endfor %}").uses_tools
+    assert template("{% if tools is defined %}{{ tools }}{% endif %}").uses_tools
 
 
 # ---- reasoning ----------------------------------------------------------------------------------

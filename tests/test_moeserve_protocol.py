@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from moeserve.errors import InvalidRequest
-from moeserve.server.fields import IGNORED, ChatBody, CompletionBody, parse
+from moeserve.admission import check_sampling
+from moeserve.errors import InvalidFields, InvalidRequest, MissingField
+from moeserve.request import SamplingParams
+from moeserve.server.fields import IGNORED, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moeserve.server.parse import MOST, parse
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def completion(**fields: Any) -> CompletionBody:
     body = parse(CompletionBody, json.dumps({"prompt": "p"} | fields).encode())
-    body.check()
     body.prompts()
     body.stops()
     return body
@@ -23,7 +25,6 @@ def completion(**fields: Any) -> CompletionBody:
 
 def chat(**fields: Any) -> ChatBody:
     body = parse(ChatBody, json.dumps(CHAT | fields).encode())
-    body.check()
     body.stops()
     return body
 
@@ -170,3 +171,124 @@ def test_all_shapes_of_prompts() -> None:
     assert completion(prompt=[1, 2]).prompts() == [[1, 2]]
     assert completion(prompt=[[1, 2], [3]]).prompts() == [[1, 2], [3]]
     assert completion(prompt="").prompts() == [""]
+
+
+# ---- several problems, missing fields -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CompletionBody, {}, "prompt"),
+        (CompletionBody, {"prompt": None}, "prompt"),
+        (ChatBody, {}, "messages"),
+        (ChatBody, {"messages": [{"content": "x"}]}, "messages.0.role"),
+        (ChatBody, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (ChatBody, CHAT | {"tools": [{"type": "function"}]}, "tools.0.function"),
+        (ChatBody, CHAT | {"tools": [{"function": {"name": "f"}}]}, "tools.0.type"),
+        (TokenizeBody, {}, "prompt"),
+        (DetokenizeBody, {}, "tokens"),
+    ],
+)
+def test_what_is_missing_is_called_missing(kind: Any, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(MissingField, match="is missing: it is required and must be ") as caught:
+        parse(kind, json.dumps(body).encode())
+    assert caught.value.field == field
+    assert "None" not in str(caught.value) and "must be must" not in str(caught.value)
+
+
+def test_all_that_is_wrong_is_named_in_the_order_of_the_body() -> None:
+    with pytest.raises(InvalidFields) as caught:
+        chat(
+            top_p=7,  # a single field
+            temprature=0.5,  # an unknown one
+            stream_options={"include_usage": True, "usage": 1},
+            top_logprobs=3,  # a rule over two
+            max_tokens=5,
+            min_tokens=9,
+            stop=["a", ""],
+            response_format={"type": "json_object"},
+            tool_choice="required",
+            tools=[{"type": "function", "function": {"name": "no blanks"}}],
+            messages=[{"role": "robot", "content": "x"}, {"role": "user"}],
+            n=2,
+        )
+    fields = [x.field for x in caught.value.problems]
+    assert fields == [
+        "messages.0.role",
+        "messages.1.content",
+        "top_p",
+        "temprature",
+        "stream_options.usage",
+        "top_logprobs",
+        "min_tokens",
+        "stop",
+        "response_format",
+        "tool_choice",
+        "tools.0.function.name",
+    ]
+    assert caught.value.field == "messages.0.role"
+    text = str(caught.value)
+    assert text.startswith("11 fields are not valid: (1) messages.0.role='robot'")
+    assert "top_p=7 is not valid: must be a number above 0, at most 1" in text
+    assert "messages.1.content is missing" in text and "did you mean temperature?" in text
+
+
+def test_a_missing_field_comes_first_and_the_others_with_it() -> None:
+    with pytest.raises(InvalidFields) as caught:
+        parse(CompletionBody, b'{"max_tokens": 2, "min_tokens": 3, "n": 0, "best_of": 2}')
+    # best_of is not blamed: what it is compared with is wrong itself
+    assert [x.field for x in caught.value.problems] == ["prompt", "min_tokens", "n"]
+    many = json.dumps({"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(90)), 500)})
+    with pytest.raises(InvalidFields) as caught:
+        parse(CompletionBody, many.encode())
+    assert len(caught.value.problems) == MOST
+
+
+def test_offline_sampling_too_names_all() -> None:
+    with pytest.raises(InvalidFields) as caught:
+        check_sampling(SamplingParams(temperature=-1, top_p=2, stop=("",)))
+    assert [x.field for x in caught.value.problems] == ["temperature", "top_p", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": "x"}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": [1]}], "tool_calls.0"),
+        ([{"role": "assistant", "tool_calls": [{"id": 1}]}], "tool_calls.0.id"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls.0.function.name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}],
+            "tool_calls.0.function.arguments",
+        ),
+        ([{"role": "assistant", "tool_calls": [{"type": "x"}]}], "tool_calls.0.type"),
+        ([{"role": "user", "content": "x", "name": 5}], "name"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "tool_call_id"),
+    ],
+)
+def test_wrong_calls_and_names_in_messages(messages: list[Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=messages)
+    assert caught.value.field == f"messages.0.{field}"
+
+
+def test_what_openai_lets_callers_leave_out() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for message in (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "assistant", "content": "x", "tool_calls": None},
+        {"role": "user", "content": "x", "name": "Ann"},
+        {"role": "developer", "content": [{"type": "text", "text": "x"}]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+    ):
+        chat(messages=[message])
+    for function in (
+        {"name": "f"},
+        {"name": "f", "description": None, "parameters": None, "strict": None},
+        {"name": "f", "description": "d", "parameters": {}, "strict": True},
+    ):
+        chat(tools=[{"type": "function", "function": function}])
+    chat(tools=None, tool_choice=None, parallel_tool_calls=None)

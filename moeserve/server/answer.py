@@ -1,7 +1,8 @@
 """One choice of an answer as it grows: token outputs in, text deltas and log-probabilities out.
 
-Joins detokenizer, stop strings, the reasoning split and the held-back tail, the same for streams
-and for whole answers, so that a stream's pieces add up to the whole answer. Knows nothing of HTTP
+Joins detokenizer, stop strings, the reasoning split, the parser of tool calls and the held-back
+tail, the same for streams and for whole answers, so that a stream's pieces add up to the whole
+answer. Knows nothing of HTTP
 or of the shape of the JSON.
 """
 
@@ -14,6 +15,7 @@ from moeserve.detokenize import Detokenizer, TokenBytes
 from moeserve.reasoning import ReasoningSplitter
 from moeserve.request import FinishReason, SamplingParams, TokenLogprob, TokenOutput
 from moeserve.tokenizer import Tokenizer
+from moeserve.tool_calls import CallPiece, ToolCall, ToolCallParser
 
 LOWEST = -9999.0  # what -inf becomes: JSON has no infinity
 
@@ -29,10 +31,11 @@ class TokenEntry:
 
 @dataclass
 class Delta:
-    """What one or several outputs add to a choice. text excludes reasoning."""
+    """What one or several outputs add to a choice. text excludes reasoning and tool calls."""
 
     text: str = ""
     reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
     tokens: list[TokenEntry] = field(default_factory=list)  # those whose text is now shown
     token_ids: list[int] = field(default_factory=list)  # as they came
     finish_reason: str | None = None
@@ -40,7 +43,7 @@ class Delta:
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.reasoning or self.tokens or self.finish_reason)
+        return not (self.text or self.reasoning or self.calls or self.tokens or self.finish_reason)
 
 
 class Choice:
@@ -57,12 +60,14 @@ class Choice:
         skip_special_tokens: bool,
         include_stop: bool,
         reasoning: ReasoningSplitter | None = None,
+        tools: ToolCallParser | None = None,
     ) -> None:
         self.index, self.request_id = index, request_id
-        keep = frozenset[int]()
-        if reasoning is not None:  # where the tags are special tokens they must still be seen
-            tags = (tokenizer.fast.token_to_id(x) for x in ("<think>", "</think>"))
-            keep = frozenset(x for x in tags if x is not None)
+        # Where tags and markers are special tokens they must still be seen.
+        seen = [] if reasoning is None else ["<think>", "</think>"]
+        seen += [] if tools is None else tools.markers
+        ids = map(tokenizer.fast.token_to_id, seen)
+        keep = frozenset(x for x in ids if x is not None)
         self._detokenizer = Detokenizer(
             tokenizer,
             table,
@@ -74,7 +79,7 @@ class Choice:
         )
         self._include_stop = include_stop
         self._wants_logprobs = sampling.logprobs is not None
-        self._reasoning = reasoning
+        self._reasoning, self._tools = reasoning, tools
         self._waiting: list[TokenEntry] = []
         self._shown = 0  # characters of text shown, reasoning and its tags included
         self.num_tokens = 0
@@ -87,9 +92,20 @@ class Choice:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Whole tool calls so far."""
+        return [] if self._tools is None else self._tools.calls
+
+    @property
+    def _cut(self) -> bool:
+        """What follows is not wanted: a stop string was found, or as many calls as are allowed."""
+        done = self._tools is not None and self._tools.done
+        return done or self._detokenizer.stopped is not None
+
     def push(self, output: TokenOutput) -> Delta:
-        """Take an output. After a stop string the rest of it, and all later ones, are dropped; the
-        caller then aborts the engine's request."""
+        """Take an output. After a stop string or the last allowed tool call the rest of it, and all
+        later ones, are dropped; the caller then aborts the engine's request."""
         delta = Delta()
         if self.finished:
             return delta
@@ -111,33 +127,45 @@ class Choice:
             self._show(delta, self._detokenizer.push(token_id))
             if self._reasoning is not None and self._reasoning.reasoning:
                 self.num_reasoning_tokens += 1
-            if self._detokenizer.stopped is not None:
+            if self._cut:
                 break
-        if self._detokenizer.stopped is None and output.finish_reason is not None:
+        if not self._cut and output.finish_reason is not None:
             self._show(delta, self._detokenizer.flush())
-        stopped = self._detokenizer.stopped is not None
-        if stopped or output.finish_reason is not None:
-            if self._reasoning is not None:
-                thought, text = self._reasoning.flush()
-                delta.reasoning += thought
-                delta.text += text
-            reason = FinishReason.STOP if stopped else output.finish_reason
+        if self._cut or output.finish_reason is not None:
+            self._flush(delta)
+            reason = FinishReason.STOP if self._cut else output.finish_reason
             assert reason is not None
-            self.finish_reason = delta.finish_reason = reason.value
-            delta.error = None if stopped else output.error
-        self._release(delta, everything=self.finished and not stopped)
+            called = reason is FinishReason.STOP and self.calls
+            self.finish_reason = delta.finish_reason = "tool_calls" if called else reason.value
+            delta.error = None if self._cut else output.error
+        self._release(delta, everything=self.finished and not self._cut)
         return delta
 
     def _show(self, delta: Delta, text: str) -> None:
         if not text:
             return
         self._shown += len(text)
-        if self._reasoning is None:
-            delta.text += text
-        else:
-            thought, content = self._reasoning.push(text)
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text)
             delta.reasoning += thought
-            delta.text += content
+        self._content(delta, text)
+
+    def _content(self, delta: Delta, text: str) -> None:
+        if self._tools is not None:
+            text, calls = self._tools.push(text)
+            delta.calls += calls
+        delta.text += text
+
+    def _flush(self, delta: Delta) -> None:
+        """The answer has ended: what was held back goes out."""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.flush()
+            delta.reasoning += thought
+            self._content(delta, text)
+        if self._tools is not None:
+            text, calls = self._tools.flush()
+            delta.text += text
+            delta.calls += calls
 
     def _release(self, delta: Delta, *, everything: bool) -> None:
         """Entries go out with their text; those cut off by a stop string never do."""

@@ -22,18 +22,25 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moeserve.errors import InvalidRequest, MoeserveError
+from moeserve.errors import MoeserveError
 from moeserve.server import status
 from moeserve.server.chat_completions import ChatWriter
 from moeserve.server.completions import CompletionWriter
 from moeserve.server.errors import answer_for, error_answer
-from moeserve.server.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from moeserve.server.fields import (
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from moeserve.server.parse import parse
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import EventStream, JsonBytes, read_body, unless_client_leaves
 
 log = logging.getLogger("moeserve.server")
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=AnyBody)
 _GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug", "/reset_prefix_cache")
 
 
@@ -64,7 +71,7 @@ async def _body(service: Service, request: HttpRequest, kind: type[Body]) -> Bod
     raw = await read_body(request, limit)
     if raw is None:
         raise BodyTooLarge(f"the body is larger than max_body_bytes={limit}")
-    return parse(kind, raw)
+    return parse(kind, raw, service.problems)
 
 
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:
@@ -117,8 +124,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(request: HttpRequest) -> Response:
         body = await _body(service, request, TokenizeBody)
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("prompt", body.prompt, "give either prompt or messages")
         special = body.add_special_tokens
         text = body.prompt
         if text is None:
@@ -139,8 +144,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def detokenize(request: HttpRequest) -> Response:
         body = await _body(service, request, DetokenizeBody)
         service.check_model(body.model)
-        if body.tokens:
-            service.check_ids("tokens", body.tokens)
         text = service.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
         return JsonBytes({"prompt": text})
 

@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: messages in, a message (or its deltas) out, reasoning apart."""
+"""POST /v1/chat/completions: messages in, a message (or its deltas) out; reasoning and tool calls
+apart."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from moeserve.server.run import pairs, steps, whole
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import DONE, event
 from moeserve.streams import OutputStream
+from moeserve.tool_calls import CallPiece, ToolCall
 
 
 class ChatWriter:
@@ -28,6 +30,9 @@ class ChatWriter:
             message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
             if delta.reasoning:
                 message["reasoning_content"] = delta.reasoning
+            if choice.calls:
+                message["content"] = delta.text or None
+                message["tool_calls"] = [_call(x) for x in choice.calls]
             written = {
                 "index": choice.index,
                 "message": message,
@@ -76,9 +81,13 @@ class ChatWriter:
                     role = {"role": "assistant", "content": ""}
                     written.append(chunk(choice, role, Delta(), None))
                 wants_ids = self._body.return_token_ids and delta.token_ids
-                if delta.text or delta.reasoning or delta.tokens or wants_ids:
-                    parts = {"reasoning_content": delta.reasoning, "content": delta.text}
-                    shown = {name: text for name, text in parts.items() if text}
+                if delta.text or delta.reasoning or delta.calls or delta.tokens or wants_ids:
+                    parts = {
+                        "reasoning_content": delta.reasoning,
+                        "content": delta.text,
+                        "tool_calls": _pieces(delta.calls),
+                    }
+                    shown = {name: part for name, part in parts.items() if part}
                     written.append(chunk(choice, shown, delta, None))
                 if delta.finish_reason is not None:
                     written.append(chunk(choice, {}, delta, delta.finish_reason))
@@ -119,3 +128,22 @@ class ChatWriter:
         table = self._service.table
         raw = table[token_id] if table is not None else text.encode()
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _pieces(calls: list[CallPiece]) -> list[dict[str, Any]]:
+    """One entry a call, whatever the number of its pieces; the first of a call has its name."""
+    written: dict[int, dict[str, Any]] = {}
+    for piece in calls:
+        if piece.name:
+            function = {"name": piece.name, "arguments": ""}
+            head = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+            written[piece.index] = head
+        empty = {"index": piece.index, "function": {"arguments": ""}}
+        entry = written.setdefault(piece.index, empty)
+        entry["function"]["arguments"] += piece.arguments
+    return list(written.values())

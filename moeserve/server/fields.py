@@ -2,19 +2,19 @@
 
 Each field's description says what is valid; an error quotes it with the field and the value.
 Unknown fields are refused, except the IGNORED ones: they ask for bookkeeping of a hosted service or
-give hints that change no token. A field that is null counts as not given. Knows nothing of the
-engine.
+give hints that change no token. `rules` are those over several fields. Reading a body, and naming
+all that is wrong with it, is in `parse`. Knows nothing of the engine.
 """
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from moeserve.errors import InvalidRequest
+from moeserve.errors import InvalidRequest, MissingField
+from moeserve.server.messages import message_problems, tool_problems
 
 IGNORED = frozenset(
     {
@@ -22,17 +22,17 @@ IGNORED = frozenset(
         "metadata",
         "store",
         "service_tier",
-        "parallel_tool_calls",  # how calls are parsed is up to the client here
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
     }
 )
+Value = TypeVar("Value")
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 INT64 = 2**63
 
-Body = TypeVar("Body", bound=BaseModel)
+Rules = Iterator[tuple[tuple[str, ...], InvalidRequest]]  # the fields involved, the problem
 
 
 class StreamOptions(BaseModel):
@@ -43,10 +43,18 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[bool | None, Field(description="true or false")] = None
 
 
-class GenerationFields(BaseModel):
-    """What completions and chat have in common."""
+class AnyBody(BaseModel):
+    """A body of any route."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def rules(self) -> Rules:
+        """What is wrong with fields that are each valid alone."""
+        yield from ()
+
+
+class GenerationFields(AnyBody):
+    """What completions and chat have in common."""
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models")] = None
     n: Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")] = 1
@@ -72,7 +80,8 @@ class GenerationFields(BaseModel):
     )
     min_tokens: Annotated[int, Field(ge=0, description="an integer, 0 up to max_tokens")] = 0
     stop: Annotated[
-        str | list[str], Field(description=f"a string or a list of up to {MAX_STOPS} strings")
+        str | list[str],
+        Field(description=f"a string or a list of up to {MAX_STOPS} strings, none empty"),
     ] = []
     stop_token_ids: Annotated[
         list[Annotated[int, Field(ge=0)]],
@@ -85,33 +94,41 @@ class GenerationFields(BaseModel):
     cache_salt: Annotated[
         str, Field(max_length=1024, description="a string of up to 1024 characters")
     ] = ""
-    response_format: Annotated[dict[str, Any] | None, Field(description='{"type": "text"}')] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        Field(description='{"type": "text"}; constrained output is not supported yet'),
+    ] = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: str | list[str]) -> str | list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        return _valid(stop, len(stops) <= MAX_STOPS and all(stops))
+
+    @field_validator("response_format")
+    @classmethod
+    def _text_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return _valid(value, value is None or value.get("type") == "text")
 
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise InvalidRequest(
-                "stop", self.stop, f"a string or a list of up to {MAX_STOPS} strings, none empty"
-            )
-        return tuple(stops)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def check_common(self) -> None:
-        """Rules over several fields, and what is known but not served."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidRequest(
-                "response_format",
-                self.response_format,
-                'only {"type": "text"} is served; constrained output is not supported yet',
-            )
+    def rules(self) -> Rules:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "{...}", "only allowed with stream=true")
+            yield (
+                ("stream_options", "stream"),
+                InvalidRequest("stream_options", "{...}", "only allowed with stream=true"),
+            )
 
 
 class CompletionBody(GenerationFields):
     """POST /v1/completions"""
 
     prompt: Annotated[
-        Any, Field(description="a string, a list of strings, of token ids or of token-id lists")
+        Any,
+        Field(
+            description="a string, a list of strings, of token ids or of token-id lists, not empty"
+        ),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="an integer from 0")] = 16
     echo: Annotated[bool, Field(description="true or false")] = False
@@ -119,34 +136,36 @@ class CompletionBody(GenerationFields):
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer, 0 to {MAX_LOGPROBS}")
     ] = None
     best_of: Annotated[int | None, Field(ge=1, description="the same as n")] = None
-    suffix: Annotated[str | None, Field(description="null")] = None
+    suffix: Annotated[str | None, Field(description="absent; inserting text is not supported")] = (
+        None
+    )
 
-    def check(self) -> None:
-        self.check_common()
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, suffix: str | None) -> str | None:
+        return _valid(suffix, suffix is None)
+
+    @field_validator("prompt")
+    @classmethod
+    def _known_shape(cls, prompt: Any) -> Any:
+        return _valid(prompt, bool(_prompts(prompt)))
+
+    def rules(self) -> Rules:
+        yield from super().rules()
         if self.best_of is not None and self.best_of != self.n:
-            raise InvalidRequest("best_of", self.best_of, f"the same as n, which is {self.n}")
-        if self.suffix is not None:
-            raise InvalidRequest("suffix", self.suffix, "inserting text is not supported; omit it")
+            yield (
+                ("best_of", "n"),
+                InvalidRequest("best_of", self.best_of, f"the same as n, which is {self.n}"),
+            )
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                "min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}"
+            yield (
+                ("min_tokens", "max_tokens"),
+                InvalidRequest("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}"),
             )
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(x, str) for x in prompt):
-                return list(prompt)
-            if _are_ids(prompt):
-                return [prompt]
-            if all(isinstance(x, list) and _are_ids(x) for x in prompt):
-                return list(prompt)
-        shown = prompt if len(repr(prompt)) <= 80 else repr(prompt)[:80] + "..."
-        valid = str(CompletionBody.model_fields["prompt"].description)
-        raise InvalidRequest("prompt", shown, f"{valid}, not empty")
+        return _prompts(self.prompt)
 
 
 class ChatBody(GenerationFields):
@@ -164,9 +183,14 @@ class ChatBody(GenerationFields):
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer, 0 to {MAX_LOGPROBS}")
     ] = None
     tools: Annotated[list[dict[str, Any]], Field(description="a list of tools")] = []
-    tool_choice: Annotated[str | dict[str, Any] | None, Field(description="'auto' or 'none'")] = (
-        None
-    )
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Field(
+            description="'auto' or 'none'; 'required' and named tools need constrained output, "
+            "which is not supported yet"
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(description="an object of variables for the chat template")
     ] = {}
@@ -176,37 +200,40 @@ class ChatBody(GenerationFields):
     add_generation_prompt: Annotated[bool, Field(description="true or false")] = True
     modalities: Annotated[list[Literal["text"]] | None, Field(description='["text"]')] = None
 
-    def check(self) -> None:
-        self.check_common()
-        if self.tool_choice not in (None, "auto", "none"):
-            raise InvalidRequest(
-                "tool_choice",
-                self.tool_choice,
-                "'auto' or 'none'; forcing a call needs constrained output, not supported yet",
-            )
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
-        limit = self.output_limit()
-        if limit is not None and self.min_tokens > limit:
-            raise InvalidRequest("min_tokens", self.min_tokens, f"0 to max_tokens={limit}")
+    @field_validator("tool_choice")
+    @classmethod
+    def _known_choice(cls, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        return _valid(choice, choice in (None, "auto", "none"))
 
-    def output_limit(self) -> int | None:
-        """max_tokens under either of its names; None: up to the context limit."""
+    def rules(self) -> Rules:
+        yield from super().rules()
+        yield from ((("messages",), x) for x in message_problems(self.messages))
+        yield from ((("tools",), x) for x in tool_problems(self.tools))
+        if self.top_logprobs is not None and not self.logprobs:
+            yield (
+                ("top_logprobs", "logprobs"),
+                InvalidRequest("top_logprobs", self.top_logprobs, "needs logprobs=true"),
+            )
+        limits = ("max_tokens", "max_completion_tokens")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise InvalidRequest(
-                "max_tokens",
-                self.max_tokens,
-                f"the same as max_completion_tokens={self.max_completion_tokens}, or absent",
+            valid = f"the same as max_completion_tokens={self.max_completion_tokens}, or absent"
+            yield limits, InvalidRequest("max_tokens", self.max_tokens, valid)
+        limit = self.output_limit()
+        if limit is not None and self.min_tokens > limit:
+            yield (
+                ("min_tokens", *limits),
+                InvalidRequest("min_tokens", self.min_tokens, f"0 to max_tokens={limit}"),
             )
+
+    def output_limit(self) -> int | None:
+        """max_tokens under either of its names; None: up to the context limit."""
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(AnyBody):
     """POST /tokenize: of a prompt, or of messages as chat would render them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models")] = None
     prompt: Annotated[str | None, Field(description="a string")] = None
@@ -218,62 +245,49 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
     tools: Annotated[list[dict[str, Any]], Field(description="a list of tools")] = []
 
+    def rules(self) -> Rules:
+        yield from ((("messages",), x) for x in message_problems(self.messages or []))
+        yield from ((("tools",), x) for x in tool_problems(self.tools))
+        if self.prompt is None and self.messages is None:
+            valid = "a string, or give messages instead"
+            yield ("prompt", "messages"), MissingField("prompt", valid)
+        elif self.prompt is not None and self.messages is not None:
+            valid = "absent where messages are given: only one of the two can be tokenized"
+            yield ("prompt", "messages"), InvalidRequest("prompt", short(self.prompt), valid)
 
-class DetokenizeBody(BaseModel):
+
+class DetokenizeBody(AnyBody):
     """POST /detokenize"""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models")] = None
     tokens: Annotated[list[int], Field(description="a list of token ids")]
     skip_special_tokens: Annotated[bool, Field(description="true or false")] = False
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
-    """A checked body from JSON bytes; InvalidRequest naming field, value and what is valid."""
-    try:
-        raw = from_json(body)  # lets NaN pass: the field's own check names it
-    except ValueError as error:
-        raise InvalidRequest("body", _start(body), f"a JSON object ({error})") from None
-    if not isinstance(raw, dict):
-        raise InvalidRequest("body", _start(body), "a JSON object")
-    ignored = IGNORED if issubclass(kind, GenerationFields) else frozenset[str]()
-    given = {k: v for k, v in raw.items() if v is not None and k not in ignored}
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise _invalid(kind, error) from None
+def short(value: object) -> object:
+    """A value as an error shows it."""
+    return value if len(repr(value)) <= 80 else repr(value)[:80] + "..."
 
 
-def _invalid(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
-    first = error.errors()[0]
-    name = str(first["loc"][0])
-    field = kind.model_fields.get(name)
-    path = ".".join(str(x) for x in first["loc"] if not _is_union_label(x))
-    value = _short(first["input"])
-    if first["type"] == "extra_forbidden":
-        owner = kind if len(first["loc"]) == 1 else StreamOptions
-        names = list(owner.model_fields)
-        close = difflib.get_close_matches(str(first["loc"][-1]), names, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        return InvalidRequest(path, value, f"unknown field{hint}; known: {', '.join(names)}")
-    if first["type"] == "missing":
-        return InvalidRequest(path, None, f"is required: {field.description if field else ''}")
-    valid = field.description if field is not None and field.description else first["msg"]
-    return InvalidRequest(path, value, f"must be {valid}")
+def _valid(value: Value, fine: bool) -> Value:
+    if not fine:
+        raise ValueError  # the field's description says what is valid
+    return value
 
 
-def _is_union_label(part: object) -> bool:
-    return isinstance(part, str) and (part in ("str", "int", "[key]") or "[" in part)
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """Each a text or token ids; none where the shape is unknown."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(x, str) for x in prompt):
+            return list(prompt)
+        if _are_ids(prompt):
+            return [prompt]
+        if all(isinstance(x, list) and _are_ids(x) for x in prompt):
+            return list(prompt)
+    return []
 
 
 def _are_ids(values: list[Any]) -> bool:
     return bool(values) and all(type(x) is int for x in values)
-
-
-def _short(value: object) -> object:
-    return value if len(repr(value)) <= 80 else repr(value)[:80] + "..."
-
-
-def _start(body: bytes) -> str:
-    return body[:40].decode(errors="replace")

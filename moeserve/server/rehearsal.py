@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from typing import Any, Self
 import uvicorn
 import uvloop
 import zmq
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from moeserve import wire
 from moeserve.client import EngineClient
@@ -289,8 +289,15 @@ class Rehearsal:
             self.client.close()
 
 
-def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """A checkpoint folder without weights: byte-level BPE of some 600 tokens."""
+def write_tokenizer(
+    folder: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    markers: Sequence[str] = (),
+    special: bool = False,
+) -> None:
+    """A checkpoint folder without weights: byte-level BPE of some 600 tokens, and markers as tokens
+    of their own (special ones, if so)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -305,6 +312,7 @@ def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
     )
     tokenizer.train_from_iterator([text] * 4, trainer)
     tokenizer.add_tokens(["<|user|>", "<|assistant|>", "<think>", "</think>"])
+    tokenizer.add_tokens([AddedToken(x, special=special, normalized=False) for x in markers])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}

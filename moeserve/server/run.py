@@ -13,7 +13,7 @@ from moeserve.streams import OutputStream
 
 async def steps(job: Job, stream: OutputStream) -> AsyncIterator[list[tuple[Choice, Delta]]]:
     """What each wake-up adds, until all choices have ended. The engine's requests are aborted when
-    a stop string ended them first."""
+    a stop string, or the last tool call that is allowed, ended them first."""
     while outputs := await stream.get():
         batch = []
         for output in outputs:
@@ -36,6 +36,7 @@ async def whole(job: Job, stream: OutputStream) -> list[Delta]:
                 total = sums[choice.index]
                 total.text += delta.text
                 total.reasoning += delta.reasoning
+                total.calls += delta.calls
                 total.tokens += delta.tokens
                 total.token_ids += delta.token_ids
                 total.finish_reason = delta.finish_reason or total.finish_reason

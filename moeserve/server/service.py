@@ -6,15 +6,19 @@ how an answer is written.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from moeserve.admission import check_request
-from moeserve.chat import ROLES, ChatTemplate, load_chat_template
+from moeserve.chat import ChatTemplate, load_chat_template
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
 from moeserve.detokenize import TokenBytes, token_bytes
@@ -23,8 +27,18 @@ from moeserve.metrics import Metrics
 from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
 from moeserve.request import Request, SamplingParams
 from moeserve.server.answer import Choice
-from moeserve.server.fields import ChatBody, CompletionBody, GenerationFields
+from moeserve.server.fields import (
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationFields,
+    TokenizeBody,
+)
 from moeserve.tokenizer import Tokenizer
+from moeserve.tool_calls import ToolCallParser, ToolFormat, tool_format
+
+log = logging.getLogger("moeserve.server")
 
 
 class UnknownModel(MoeserveError):
@@ -92,6 +106,12 @@ class Service:
         self.template: ChatTemplate | None = load_chat_template(
             folder, self.tokenizer, config.model.chat_template
         )
+        self.tool_format: ToolFormat | None = tool_format(self.tokenizer)
+        if self.template is not None and self.template.uses_tools and self.tool_format is None:
+            log.warning(
+                "tool calls are returned as text: the tokenizer has no markers of a known format"
+            )
+        self._told_strict = False
         self.model_name = config.model.served_name or folder.resolve().name
         self.started = time.time()
 
@@ -107,19 +127,73 @@ class Service:
         if count <= self.client.max_queue < self.client.num_in_flight + count:
             raise self.client.queue_full(count)
 
-    def check_ids(self, field: str, ids: list[int]) -> None:
+    def problems(self, body: AnyBody, bad: frozenset[str]) -> list[InvalidRequest]:
+        """What the model makes wrong of a body's fields, save those that are bad already."""
+        found: list[InvalidRequest | None] = []
+        if isinstance(body, GenerationFields):
+            if "logit_bias" not in bad:
+                found += map(self._bias_problem, body.logit_bias)
+            if "stop_token_ids" not in bad:
+                found.append(self._ids_problem("stop_token_ids", body.stop_token_ids))
+        if isinstance(body, CompletionBody) and "prompt" not in bad:
+            ids = [x for x in body.prompts() if not isinstance(x, str)]
+            found += [self._ids_problem("prompt", x) for x in ids]
+        if isinstance(body, DetokenizeBody) and "tokens" not in bad:
+            found.append(self._ids_problem("tokens", body.tokens))
+        if isinstance(body, ChatBody | TokenizeBody):
+            found += self._template_problems(body, bad)
+        return [x for x in found if x is not None]
+
+    def _ids_problem(self, field: str, ids: list[int]) -> InvalidRequest | None:
         """Token ids must name rows of the embedding."""
+        for value in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= value < self.tokenizer.vocab_size:
+                return InvalidRequest(field, value, self._valid_ids)
+        return None
+
+    def _bias_problem(self, key: str) -> InvalidRequest | None:
+        plain = key.isascii() and key.isdigit() and len(key) < 10
+        if plain and int(key) < self.tokenizer.vocab_size:
+            return None
+        return InvalidRequest("logit_bias", key, self._valid_ids)
+
+    @property
+    def _valid_ids(self) -> str:
+        return f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
+
+    def _template_problems(
+        self, body: ChatBody | TokenizeBody, bad: frozenset[str]
+    ) -> list[InvalidRequest]:
+        if self.template is None:
+            if body.messages is None:
+                return []
+            valid = (
+                "this checkpoint has no chat template (see --chat-template); use /v1/completions"
+            )
+            return [InvalidRequest("messages", f"[{len(body.messages)} messages]", valid)]
+        variables = {} if "chat_template_kwargs" in bad else body.chat_template_kwargs
+        tools = [] if "tools" in bad else body.tools
+        if isinstance(body, ChatBody) and body.tool_choice == "none":
+            tools = []
+        found = self.template.problems(tools=tools, variables=variables)
+        if isinstance(body, ChatBody) and not {"reasoning_effort"} & bad:
+            effort = body.reasoning_effort
+            if effort is not None and "reasoning_effort" not in self.template.variables:
+                valid = "the chat template of this model does not read it; omit it"
+                found.append(InvalidRequest("reasoning_effort", effort, valid))
+        return found
+
+    def _check_prompt(self, field: str, ids: list[int]) -> None:
+        """For ids that came of text: none, or more than the model has rows for."""
         if not ids:
             raise InvalidRequest(field, ids, "at least one token")
-        for value in (min(ids), max(ids)):
-            if not 0 <= value < self.tokenizer.vocab_size:
-                valid = f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
-                raise InvalidRequest(field, value, valid)
+        problem = self._ids_problem(field, ids)
+        if problem is not None:
+            raise problem
 
     # ---- jobs ------------------------------------------------------------------------------
 
     async def completion_job(self, body: CompletionBody) -> Job:
-        body.check()
         arrival = time.time()
         prompts = body.prompts()
         self.check_room(len(prompts) * body.n)
@@ -132,7 +206,7 @@ class Service:
             else:
                 ids = prompt
                 texts.append(None)
-            self.check_ids("prompt", ids)
+            self._check_prompt("prompt", ids)
             prompt_ids.append(ids)
         sampling = self.sampling(
             body,
@@ -150,22 +224,15 @@ class Service:
         return self._job("cmpl-", body, arrival, prompt_ids, texts, sampling, None)
 
     async def chat_job(self, body: ChatBody) -> Job:
-        body.check()
         arrival = time.time()
         self.check_room(body.n)
         variables = dict(body.chat_template_kwargs)
         if body.reasoning_effort is not None:
-            if self.template is not None and "reasoning_effort" not in self.template.variables:
-                raise InvalidRequest(
-                    "reasoning_effort",
-                    body.reasoning_effort,
-                    "the chat template of this model does not read it; omit it",
-                )
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         tools = None if body.tool_choice == "none" else body.tools or None
         text = self.render(body.messages, tools, body.add_generation_prompt, variables)
         ids = await self.tokenizer.encode_async(text, add_special_tokens=False)
-        self.check_ids("messages", ids)
+        self._check_prompt("messages", ids)
         limit = self.client.fleet.max_model_len()
         asked = body.output_limit()
         max_tokens = asked if asked is not None else max(1, limit - len(ids))
@@ -173,10 +240,32 @@ class Service:
             raise ContextTooLong("messages", len(ids), max_tokens, limit)
         top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self.sampling(body, max_tokens=max_tokens, logprobs=top, prompt_logprobs=None)
+        make_tools = self._tool_parser(body, tools)
         opened: bool | None = None
         if self.template is not None and self.template.uses_reasoning:
             opened = prompt_opens_reasoning(text)
-        return self._job("chatcmpl-", body, arrival, [ids], [text], sampling, opened)
+        return self._job("chatcmpl-", body, arrival, [ids], [text], sampling, opened, make_tools)
+
+    def _tool_parser(
+        self, body: ChatBody, tools: list[dict[str, Any]] | None
+    ) -> Callable[[], ToolCallParser] | None:
+        """Makes a parser for each choice; None where calls are not to be looked for."""
+        form = self.tool_format
+        if tools is None or form is None:
+            return None
+        if not self._told_strict and any(x["function"].get("strict") for x in tools):
+            self._told_strict = True
+            log.warning(
+                "a tool has strict=true: arguments are not held to its schema yet (told once)"
+            )
+        special = self.tokenizer.special_ids if body.skip_special_tokens else frozenset()
+        return partial(
+            ToolCallParser,
+            form,
+            [x["function"]["name"] for x in tools],
+            hidden=[x for x in form.markers if self.tokenizer.fast.token_to_id(x) in special],
+            most=None if body.parallel_tool_calls else 1,
+        )
 
     def render(
         self,
@@ -185,19 +274,8 @@ class Service:
         add_generation_prompt: bool,
         variables: dict[str, object],
     ) -> str:
-        """The prompt text of a conversation. InvalidRequest for unknown roles and parts."""
-        if self.template is None:
-            raise InvalidRequest(
-                "messages",
-                f"[{len(messages)} messages]",
-                "this checkpoint has no chat template (see --chat-template); use /v1/completions",
-            )
-        for index, message in enumerate(messages):
-            role = message.get("role")
-            if role not in ROLES:
-                raise InvalidRequest(f"messages.{index}.role", role, f"one of {', '.join(ROLES)}")
-            if message.get("content") is None and role != "assistant":
-                raise InvalidRequest(f"messages.{index}.content", None, "a string or text parts")
+        """The prompt text of a conversation. InvalidRequest where the template refuses it."""
+        assert self.template is not None  # else `problems` has refused the body
         return self.template.render(
             messages,
             tools=tools,
@@ -213,15 +291,6 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        bias: dict[int, float] = {}
-        for key, value in body.logit_bias.items():
-            token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                valid = f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
-                raise InvalidRequest("logit_bias", key, valid)
-            bias[token_id] = float(value)
-        if body.stop_token_ids:
-            self.check_ids("stop_token_ids", body.stop_token_ids)
         return SamplingParams(
             temperature=float(body.temperature),
             top_k=max(0, body.top_k),
@@ -230,7 +299,7 @@ class Service:
             repetition_penalty=float(body.repetition_penalty),
             presence_penalty=float(body.presence_penalty),
             frequency_penalty=float(body.frequency_penalty),
-            logit_bias=bias,
+            logit_bias={int(key): float(value) for key, value in body.logit_bias.items()},
             seed=body.seed,
             max_tokens=max_tokens,
             min_tokens=body.min_tokens,
@@ -250,8 +319,10 @@ class Service:
         texts: list[str | None],
         sampling: SamplingParams,
         opened: bool | None,
+        make_tools: Callable[[], ToolCallParser] | None = None,
     ) -> Job:
-        """opened: whether the prompt opens a reasoning part; None: reasoning is not split off."""
+        """opened: whether the prompt opens a reasoning part; None: reasoning is not split off.
+        make_tools: makes the parser of a choice's tool calls; None: they stay text."""
         job_id = prefix + uuid.uuid4().hex
         requests: list[Request] = []
         choices: list[Choice] = []
@@ -272,6 +343,8 @@ class Service:
                     max_model_len=self.client.fleet.max_model_len(),
                     vocab_size=self.tokenizer.vocab_size,
                 )
+                tools = make_tools() if make_tools is not None else None
+                ends = tools.ends_reasoning if tools is not None else ()
                 choice = Choice(
                     len(choices),
                     request.request_id,
@@ -280,7 +353,10 @@ class Service:
                     self.table,
                     skip_special_tokens=body.skip_special_tokens,
                     include_stop=body.include_stop_str_in_output,
-                    reasoning=None if opened is None else ReasoningSplitter(opened=opened),
+                    reasoning=(
+                        None if opened is None else ReasoningSplitter(opened=opened, ends=ends)
+                    ),
+                    tools=tools,
                 )
                 requests.append(request)
                 choices.append(choice)

@@ -1,0 +1,422 @@
+"""Tool calls over HTTP with the real openai client, whole and streamed, on scripted ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from moeserve import wire
+from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.server.rehearsal import Rehearsal, output, write_tokenizer
+from moeserve.tool_calls import _deepseek, _kimi
+
+# The bundled checkpoint has DeepSeek's own markers and a template of the V3.1 kind.
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
+CALLS, END_CALLS, CALL, SEP, END = _deepseek().markers
+KIMI_TEMPLATE = (
+    "{% if tools %}<|im_system|>{{ tools | tojson }}<|im_end|>{% endif %}"
+    "{% for m in messages %}<|im_{{ m.role }}|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+    "{% else %}{{ c.function.arguments | tojson }}{% endif %}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>"
+    "<think>{{ '' if thinking else '</think>' }}{% endif %}"
+)
+USER: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "the weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},  # no description, no parameters
+]
+PARIS, ROME = '{"city": "Paris", "é": [{"x": "}"}]}', '{"city": "Rome"}'
+V31 = f"Let me look.{CALLS}{CALL}weather{SEP}{PARIS}{END}{CALL}weather{SEP}{ROME}{END}{END_CALLS}"
+V3 = (
+    f"Let me look.{CALLS}{CALL}function{SEP}weather\n```json\n{PARIS}\n```{END}\n"
+    f"{CALL}function{SEP}weather\n```json\n{ROME}\n```{END}{END_CALLS}"
+)
+KIMI = (
+    "Let me look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{PARIS}<|tool_call_end|><|tool_call_begin|>functions.weather:1"
+    f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_calls_section_end|>"
+)
+BOTH = [("weather", PARIS), ("weather", ROME)]
+
+
+class Scripted:
+    """A job whose ranks say `text`, so many tokens an output, then end as told (None: never)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.says("")
+        self.job = Rehearsal(folder, script=self._script, max_model_len=4096)
+
+    def _script(self, request: Request) -> Iterator[TokenOutput]:
+        tokenizer = self.job.service.tokenizer
+        ids = tokenizer.encode(self.text, add_special_tokens=False)
+        for start in range(0, len(ids), self.step):
+            yield output(request, tuple(ids[start : start + self.step]), None, first=start == 0)
+        while self.end is None:
+            yield output(request, (ids[0],), None)
+        eos = tokenizer.fast.token_to_id(tokenizer.eos_token)
+        last = output(request, (eos,) if self.end is FinishReason.STOP else (), self.end)
+        if self.end is FinishReason.STOP:
+            last = TokenOutput(
+                request_id=last.request_id,
+                token_ids=last.token_ids,
+                logprobs=last.logprobs,
+                finish_reason=last.finish_reason,
+                stop_token_id=eos,
+            )
+        yield last
+
+    def says(self, text: str, step: int = 1, end: FinishReason | None = FinishReason.STOP) -> None:
+        self.text, self.step, self.end = text, step, end
+
+    @property
+    def client(self) -> openai.OpenAI:
+        url = f"{self.job.url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
+
+    def prompt(self, **fields: Any) -> str:
+        """What the model would read."""
+        answer = httpx.post(self.job.url + "/tokenize", json=fields)
+        assert answer.status_code == 200, answer.text
+        tokens = answer.json()["tokens"]
+        return self.job.service.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def ask(self, stream: bool, **fields: Any) -> tuple[str, str, list[tuple[str, str]], str]:
+        """reasoning, content, calls, finish reason; streams checked for their order on the way."""
+        fields = {"model": "tiny", "messages": USER, "tools": TOOLS} | fields
+        if not stream:
+            choice = self.client.chat.completions.create(**fields).choices[0]
+            message = choice.message
+            calls = [(x.function.name, x.function.arguments) for x in message.tool_calls or []]
+            assert all(x.type == "function" and x.id for x in message.tool_calls or [])
+            assert message.content is not None or calls
+            reasoning = (message.model_extra or {}).get("reasoning_content", "")
+            return reasoning, message.content or "", calls, choice.finish_reason
+        reasoning = content = finish = ""
+        found: list[dict[str, Any]] = []
+        for chunk in self.client.chat.completions.create(**fields, stream=True):
+            (part,) = chunk.choices
+            assert not finish  # nothing after the reason
+            finish = part.finish_reason or ""
+            content += part.delta.content or ""
+            reasoning += (part.delta.model_extra or {}).get("reasoning_content", "")
+            for call in part.delta.tool_calls or []:
+                assert call.function is not None
+                if call.index == len(found):
+                    assert call.id and call.type == "function" and call.function.name
+                    found.append({"id": call.id, "name": call.function.name, "arguments": ""})
+                else:
+                    assert call.index == len(found) - 1 and not call.id and not call.function.name
+                found[call.index]["arguments"] += call.function.arguments or ""
+        assert len({x["id"] for x in found}) == len(found)
+        return reasoning, content, [(x["name"], x["arguments"]) for x in found], finish
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> Iterator[Scripted]:
+    made = Scripted(TINY)
+    with made.job:
+        yield made
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "special"])
+def kimi(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Scripted]:
+    folder: Path = tmp_path_factory.mktemp("kimi")
+    write_tokenizer(
+        folder, chat_template=KIMI_TEMPLATE, markers=list(_kimi().markers), special=request.param
+    )
+    made = Scripted(folder)
+    with made.job:
+        yield made
+
+
+# ---- calls that come back -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [V31, V3], ids=["v31", "v3"])
+def test_deepseek_calls(deepseek: Scripted, text: str, stream: bool, step: int) -> None:
+    deepseek.says(text, step)
+    assert deepseek.ask(stream) == ("", "Let me look.", BOTH, "tool_calls")
+
+
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_kimi_calls(kimi: Scripted, stream: bool, step: int) -> None:
+    kimi.says(KIMI, step)
+    assert kimi.ask(stream) == ("", "Let me look.", BOTH, "tool_calls")
+    kimi.says("I should" + KIMI.removeprefix("Let me look."), step)  # the reasoning is not closed
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    assert kimi.ask(stream, extra_body=thinking) == ("I should", "", BOTH, "tool_calls")
+
+
+def test_kimi_ids_are_its_own(kimi: Scripted) -> None:
+    kimi.says(KIMI)
+    answer = kimi.client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+    calls = answer.choices[0].message.tool_calls
+    assert calls and [x.id for x in calls] == ["functions.weather:0", "functions.weather:1"]
+
+
+def test_arguments_stream_while_the_call_is_written(deepseek: Scripted) -> None:
+    deepseek.says(V31)
+    chunks = list(
+        deepseek.client.chat.completions.create(
+            model="tiny", messages=USER, tools=TOOLS, stream=True
+        )
+    )
+    pieces = [x for c in chunks for x in c.choices[0].delta.tool_calls or []]
+    first = [x for x in pieces if x.index == 0]
+    assert first[0].function is not None and first[0].function.name == "weather"
+    assert len(first) > 10  # token by token, not in one piece at the end
+
+
+def test_calls_after_reasoning(deepseek: Scripted) -> None:
+    deepseek.says("I should ask.</think>" + V31)
+    for stream in (False, True):
+        got = deepseek.ask(stream, extra_body={"chat_template_kwargs": {"thinking": True}})
+        assert got == ("I should ask.", "Let me look.", BOTH, "tool_calls")
+
+
+def test_content_is_null_beside_calls_and_only_there(deepseek: Scripted) -> None:
+    body = {"messages": USER, "tools": TOOLS}
+    deepseek.says(V31.removeprefix("Let me look."))
+    url = deepseek.job.url + "/v1/chat/completions"
+    choice = httpx.post(url, json=body).json()["choices"][0]
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 2
+    deepseek.says("Hello.")
+    message = httpx.post(url, json=body).json()["choices"][0]["message"]
+    assert message["content"] == "Hello." and "tool_calls" not in message
+
+
+def test_several_choices_and_log_probabilities(deepseek: Scripted) -> None:
+    deepseek.says(V31)
+    answer = deepseek.client.chat.completions.create(
+        model="tiny", messages=USER, tools=TOOLS, n=2, logprobs=True
+    )
+    ids = [y.id for x in answer.choices for y in x.message.tool_calls or []]
+    assert len(set(ids)) == 4
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and answer.usage is not None
+    assert len(logprobs.content) == answer.usage.completion_tokens // 2
+
+
+# ---- what is no call ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Hm.{CALLS}{CALL}weather{SEP}Paris{END}{END_CALLS} So.",
+        f"Hm.{CALLS}{END_CALLS}",
+        f"Hm.{CALLS}{CALL}function{SEP}weather{END_CALLS}",
+        f"Hm.{END}{SEP}{END_CALLS}",
+        f"Hm.{CALLS}{CALL}",
+    ],
+)
+def test_malformed_calls_are_content(deepseek: Scripted, text: str, stream: bool) -> None:
+    deepseek.says(text)
+    assert deepseek.ask(stream) == ("", text, [], "stop")
+
+
+def test_a_call_that_is_cut_off_is_told_as_content(deepseek: Scripted) -> None:
+    text = f'{CALLS}{CALL}weather{SEP}{{"city": "Pa'
+    deepseek.says(text, end=FinishReason.LENGTH)
+    assert deepseek.ask(False) == ("", text, [], "length")
+    _, content, pieces, finish = deepseek.ask(True)  # pieces went out; the reason warns
+    assert (content, pieces, finish) == (text, [("weather", '{"city": "Pa')], "length")
+    deepseek.says(V31, end=FinishReason.LENGTH)
+    assert deepseek.ask(False) == ("", "Let me look.", BOTH, "length")
+
+
+def test_special_markers_of_malformed_calls_are_not_shown(kimi: Scripted) -> None:
+    text = "Hm.<|tool_calls_section_begin|><|tool_call_begin|>nothing<|tool_calls_section_end|>"
+    special = bool(kimi.job.service.tokenizer.special_ids - {0, 1, 2})
+    kimi.says(text)
+    for stream in (False, True):
+        assert kimi.ask(stream)[1] == ("Hm.nothing" if special else text)
+        shown = kimi.ask(stream, extra_body={"skip_special_tokens": False})[1]
+        assert shown.startswith(text)
+
+
+def test_without_tools_nothing_is_parsed(deepseek: Scripted) -> None:
+    deepseek.says(V31)
+    for fields in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        for stream in (False, True):
+            assert deepseek.ask(stream, **fields) == ("", V31, [], "stop")
+
+
+def test_a_tokenizer_without_markers_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokenizer(tmp_path)
+    made = Scripted(tmp_path)
+    with caplog.at_level(logging.WARNING), made.job:
+        assert "tool calls are returned as text" in caplog.text
+        made.says(V31)
+        assert made.ask(False) == ("", V31, [], "stop")
+
+
+# ---- what callers may ask for -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_at_a_time(deepseek: Scripted, stream: bool) -> None:
+    rank = deepseek.job.ranks[0]
+    rank.received.clear()
+    for step in (1, 1000):
+        deepseek.says(V31 + " and much more", step, end=None)
+        got = deepseek.ask(stream, parallel_tool_calls=False)
+        assert got == ("", "Let me look.", BOTH[:1], "tool_calls")
+    aborts = rank.of_kind(wire.Abort)
+    assert len(aborts) == 2 and all(x.reason is FinishReason.STOP for x in aborts)
+    deepseek.says(V31)
+    assert deepseek.ask(stream, parallel_tool_calls=True)[2] == BOTH
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", "any", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_calls_cannot_be_forced_and_that_is_said(deepseek: Scripted, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        deepseek.ask(False, tool_choice=choice)
+    text = str(caught.value)
+    assert caught.value.param == "tool_choice"
+    assert "'auto' or 'none'" in text and "not supported yet" in text
+
+
+def test_strict_is_told_to_be_a_wish_once(
+    deepseek: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = [openai.pydantic_function_tool(_Weather)]
+    deepseek.says("Hello.")
+    for _ in range(2):
+        assert deepseek.ask(False, tools=tools)[1] == "Hello."
+    assert caplog.text.count("not held to its schema") == 1
+
+
+class _Weather(openai.BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+# ---- the way back into a prompt -----------------------------------------------------------------
+
+
+def _history(client: openai.OpenAI) -> list[Any]:
+    """The conversation with the answer's message put back as the client dumps it."""
+    answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+    message = answer.choices[0].message
+    assert message.tool_calls
+    results = [
+        {"role": "tool", "tool_call_id": x.id, "content": f"{number} degrees"}
+        for number, x in enumerate(message.tool_calls)
+    ]
+    return [*USER, message.model_dump(), *results]
+
+
+def test_calls_and_results_round_trip(deepseek: Scripted, kimi: Scripted) -> None:
+    for job, text in ((deepseek, V31), (kimi, KIMI)):
+        job.says(text)
+        history = _history(job.client)
+        prompt = job.prompt(messages=history, tools=TOOLS)
+        assert text in prompt  # byte by byte what the model wrote
+        assert "0 degrees" in prompt and "1 degrees" in prompt
+        job.says("Warm.")
+        answer = job.client.chat.completions.create(model="tiny", messages=history, tools=TOOLS)
+        assert answer.choices[0].message.content == "Warm."
+
+
+def test_tools_may_leave_things_out(deepseek: Scripted) -> None:
+    def prompt(**function: Any) -> str:
+        tools = [{"type": "function", "function": {"name": "now"} | function}]
+        return deepseek.prompt(messages=USER, tools=tools)
+
+    bare = prompt()
+    assert "### now" in bare and '"properties"' in bare
+    assert prompt(description=None, parameters=None, strict=None) == bare
+    assert prompt(description="the time") != bare
+    assert prompt(strict=False) == bare
+
+
+def test_wrong_tools_are_named(deepseek: Scripted) -> None:
+    tools = [
+        {"type": "web_search"},
+        {"type": "function", "function": {"name": "a b", "parameters": "x"}},
+        {"type": "function", "function": {"description": 5}},
+    ]
+    answer = httpx.post(
+        deepseek.job.url + "/v1/chat/completions", json={"messages": USER, "tools": tools}
+    )
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "tools.0.type"
+    for path in (
+        "0.type='web_search'",
+        "0.function is missing",
+        "1.function.name='a b'",
+        "1.function.parameters='x'",
+        "2.function.name is missing",
+        "2.function.description=5",
+    ):
+        assert f"tools.{path}" in error["message"]
+
+
+def test_ids_are_new_for_each_call(deepseek: Scripted) -> None:
+    deepseek.says(V31)
+    answers = [
+        deepseek.client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
+        for _ in range(2)
+    ]
+    ids = [x.id for a in answers for x in a.choices[0].message.tool_calls or []]
+    assert len(set(ids)) == 4 and all(x.startswith("call_") for x in ids)
+
+
+def test_streams_of_a_broken_call_among_good_ones(deepseek: Scripted) -> None:
+    text = V31.replace(PARIS, '{"city": }')
+    deepseek.says(text)
+    whole = deepseek.ask(False)
+    _, content, pieces, finish = deepseek.ask(True)
+    assert whole[2] == BOTH[1:] and whole[1] == content and whole[3] == finish == "tool_calls"
+    assert '{"city": }' in content
+    good = [x for x in pieces if _parses(x[1])]
+    assert good == BOTH[1:]
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_stop_strings_still_cut(deepseek: Scripted) -> None:
+    deepseek.says(V31)
+    for stream, stop in itertools.product((False, True), ("look.", [END_CALLS])):
+        _, content, calls, finish = deepseek.ask(stream, stop=stop)
+        expected = (
+            ("Let me ", [], "stop") if stop == "look." else ("Let me look.", BOTH, "tool_calls")
+        )
+        assert (content, calls, finish) == expected
