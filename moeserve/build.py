@@ -26,6 +26,7 @@ from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, sett
 from moeserve.memory import CachePlan, CacheTooSmall
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
+from moeserve.rebalance_build import open_rebalancer, our_planner
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
@@ -92,6 +93,11 @@ def build_engine(
         settings=settings_hash(_collective_settings(config, start)),
         info=_info(config, group, start, plan, model),
     )
+    if group.size > 1:
+        planner = our_planner(group, start.model.n_group, start.model.n_routed_experts)
+        engine.rebalancer = open_rebalancer(
+            config, group, model, start.placement, recorder, planner, say, start.notes
+        )
     progress("warmup", 0, 0)
     _warm_up(engine)
     if group.rank == 0:

@@ -13,7 +13,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ep.presets import PRESETS
 from moeserve.errors import ConfigError
@@ -92,6 +100,32 @@ class EngineSection(Section):
     threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
 
 
+class RebalanceSection(Section):
+    """Moving experts while serving. Without `enabled` it is done when an operator asks for it."""
+
+    enabled: bool = False
+    interval_steps: int = Field(2000, ge=1)  # steps with work between looks at the load window
+    threshold: float = Field(0.95, gt=0, le=1)  # utilisation (mean / busiest rank) that is enough
+    min_gain: float = Field(0.01, ge=0, lt=1)  # of utilisation, below which nothing is moved
+    min_picks: float = Field(16.0, ge=0)  # mean picks an expert in the window: fewer say too little
+    windows: int = Field(1, ge=1, le=64)  # how many of the last windows are planned for
+    robust: str = "mean"  # how several windows join: mean, max, mean+<z>*std
+    group_policy: Literal["free", "node", "priced"] = "free"
+    max_moved_slots: int | None = Field(None, ge=1)  # of all layers, at once
+    # Spare bytes a rank, held while moving; default: as much as the slots of one layer
+    max_staging_bytes: Size | None = Field(None, ge=1)
+    deadline: float = Field(60.0, gt=0)  # seconds for a batch of layers, then all give up
+    max_rate: Size | None = Field(None, ge=1)  # bytes a second into a rank; default: no limit
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RebalanceSection:
+        if self.robust != "mean" and self.windows == 1:
+            raise ValueError(f"robust={self.robust!r}: joins several windows; set windows above 1")
+        if "interval_steps" in self.model_fields_set and not self.enabled:
+            raise ValueError("interval_steps: not used unless enabled is true")
+        return self
+
+
 class ServerSection(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free one, printed
@@ -109,6 +143,7 @@ class ServeConfig(Section):
     cache: CacheSection = CacheSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
+    rebalance: RebalanceSection = RebalanceSection()
     server: ServerSection = ServerSection()
 
     @classmethod

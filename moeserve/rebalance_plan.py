@@ -30,8 +30,8 @@ Planner = Callable[
 
 @dataclass(frozen=True)
 class Question:
-    """loads [S, L, E]: summed over ranks, the last one is now. force, dry_run, options, table: as
-    the operator said (`wire_rebalance.Rebalance`)."""
+    """loads [S, L, E]: summed over ranks, the last one is now; what is judged is their sum.
+    force, dry_run, options, table: as the operator said (`wire_rebalance.Rebalance`)."""
 
     loads: IntArray
     placement: ExpertPlacement
@@ -80,7 +80,7 @@ class PlanMaker:
 
     def answer(self, question: Question) -> Answer:
         """Raises what the planner raises, TableError and StagingTooSmall."""
-        old, loads = question.placement, question.loads[-1]
+        old, loads = question.placement, question.loads.sum(axis=0)
         now = utilisation(loads, old)
         said: dict[str, Any] = {
             "picks": int(loads.sum()),

@@ -49,7 +49,6 @@ from moeserve.rebalance_plan import Answer, PlanMaker, Question
 from moeserve.wire_rebalance import Rebalance, RebalanceReport, RebalanceStats
 
 IntArray = NDArray[np.int64]
-WINDOWS_KEPT = 8  # on rank 0, for planners that look at more than the last one
 
 
 class Movable(Protocol):
@@ -68,11 +67,13 @@ class Movable(Protocol):
 
 @dataclass(frozen=True)
 class RebalanceOptions:
-    """interval_steps: 0 leaves it to operators. deadline: seconds of each stage, and of each batch,
+    """interval_steps: 0 leaves it to operators. windows: how many of the last ones are planned for.
+    deadline: seconds of each stage, and of each batch,
     after which all give up. silence: seconds that a source may take to answer. rate: bytes a second
     into a rank."""
 
     interval_steps: int = 0
+    windows: int = 1
     deadline: float = 60.0
     silence: float = 10.0
     rate: float | None = None
@@ -133,7 +134,7 @@ class Rebalancer:
         self._failure = ""  # what this rank knows of it
         # what is reported
         self._reports: list[RebalanceReport] = []
-        self._windows: deque[IntArray] = deque(maxlen=WINDOWS_KEPT)
+        self._windows: deque[IntArray] = deque(maxlen=options.windows)
         self._ledger = RebalanceLedger(group.rank, say)
 
     # -- what the engine calls each step -------------------------------------------------------

@@ -30,6 +30,7 @@ from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
 from moeserve.placing import first_placement
+from moeserve.rebalance_build import rebalance_problems
 from moeserve.words import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,6 +102,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         deterministic=config.engine.deterministic,
     )
     _check_dispatch(config, group, dispatch, problems)
+    problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None
     notes.append(kernels.reason)
