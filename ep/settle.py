@@ -1,0 +1,147 @@
+"""From a previous placement to the next: walk from the old table where that is enough, else the
+fresh one under other GPU numbers; under a cap on moved slots.
+
+Knows: which layers can be walked (alone or node by node), and their goals. Knows nothing of: how
+fresh tables are made.
+
+Shape letters: L layers, E experts, G GPUs, k slots a GPU; of a block: B rows, F experts, H GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ep.balance import gpu_loads
+from ep.fresh import Fresh
+from ep.grouping import Block, free_blocks, groups_that_fit, node_blocks
+from ep.moves import Point, choose, points_of_layer, stops
+from ep.refine import Walk, carry_over, host_missing, walk
+from ep.relabel import hosts, moved_slots, relabel_gpus
+from ep.replicate import FloatArray, IntArray, in_order_sum
+from ep.shapes import BoolArray, Shape
+
+# A walk that moves more than this share of a layer's slots is compared with the fresh table.
+_MANY = 0.15
+
+
+def settle(
+    loads: FloatArray,
+    shape: Shape,
+    fresh: Fresh,
+    previous: IntArray,
+    cap: int | None,
+    slack: float,
+) -> IntArray:
+    """previous [L, G', k'] -> table [L, G, k]: as even as fresh up to slack (and no less even than
+    the EPLB-equivalent, where fresh is not), with few moved slots, at most cap in all."""
+    mean = in_order_sum(loads) / shape.num_live
+    goal = np.minimum(fresh.balance + slack, np.maximum(fresh.balance, fresh.floor)) * mean
+    before = hosts(previous, shape.num_gpus, shape.num_experts)
+    walks = [
+        (layers, walk(block, loads, start, before, goal[block.layer]))
+        for layers, block, start in _starts(loads, shape, fresh, previous)
+    ]
+    rows: list[list[tuple[Walk, int]]] = [[] for _ in loads]
+    for _, one in walks:
+        for row, layer in enumerate(one.block.layer):
+            rows[layer].append((one, row))
+    points = [points_of_layer(of_layer) if of_layer else [] for of_layer in rows]
+    many = _MANY * shape.num_live * fresh.slots
+    unmet = np.array(
+        [
+            not any(p.busiest <= g * (1 + 1e-12) and p.moved <= m for p in layer)
+            for layer, g, m in zip(points, goal, many, strict=True)
+        ]
+    )
+    table = fresh.table.copy()
+    table[unmet] = _renumbered(fresh, shape, before, unmet)
+    busiest = gpu_loads(loads, table).max(axis=1)
+    moved = moved_slots(table, before)
+    for layer in np.flatnonzero(unmet):
+        points[layer].append(Point(int(moved[layer]), float(busiest[layer]), None))
+    chosen = choose(points, goal, cap)
+    ends: dict[int, IntArray] = {}
+    for layer, point in enumerate(chosen):
+        if point.steps is not None:
+            table[layer] = -1
+            stops(point, rows[layer], ends)
+    for _, one in walks:
+        if id(one) not in ends:
+            continue
+        made = one.table(ends[id(one)])
+        for row, layer in enumerate(one.block.layer):
+            if chosen[layer].steps is not None:
+                one.block.take([row]).write(made[row : row + 1], table)
+    return table
+
+
+def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray) -> IntArray:
+    """The fresh tables of some layers under the GPU numbers that move fewest slots."""
+    out = fresh.table.copy()
+    for nodes, which in (
+        (1, layers & ~fresh.grouped),
+        (shape.num_nodes, layers & fresh.grouped),
+    ):
+        at = np.flatnonzero(which)
+        if len(at):
+            out[at] = relabel_gpus(fresh.table[at], before[at], shape.live, nodes)
+    return out[layers]
+
+
+def _starts(
+    loads: FloatArray, shape: Shape, fresh: Fresh, previous: IntArray
+) -> list[tuple[IntArray, Block, IntArray]]:
+    """(layers, block, start [B, H, k] in the block's experts): where walks may begin. Layers of
+    equal slots and group policy together; grouped ones only where the old table keeps groups."""
+    out = []
+    for slots in np.unique(fresh.slots):
+        for grouped in (False, True):
+            layers = np.flatnonzero((fresh.slots == slots) & (fresh.grouped == grouped))
+            if not len(layers):
+                continue
+            if grouped:
+                nodes, whole = _nodes_of_groups(previous[layers], shape, int(slots))
+                layers = layers[whole]
+                blocks = node_blocks(shape, nodes[whole]) if len(layers) else []
+            else:
+                blocks = free_blocks(shape, len(layers))
+            for block in blocks:
+                block = replace(block, layer=layers[block.layer])
+                start = _start(loads, block, previous, int(slots))
+                out.append((layers, block, start))
+    return out
+
+
+def _start(loads: FloatArray, block: Block, previous: IntArray, slots: int) -> IntArray:
+    room = min(slots, block.experts.shape[1])
+    experts = previous.max() + 1
+    local = np.full((len(block.layer), experts + 1), -1, dtype=np.int64)
+    rows = np.arange(len(block.layer))
+    local[rows[:, None], block.experts] = np.arange(block.experts.shape[1])
+    start = np.empty((*block.gpus.shape, room), dtype=np.int64)
+    for row, layer in enumerate(block.layer):
+        own = previous[layer : layer + 1]
+        named = np.where(own < 0, -1, local[row, own])
+        start[row] = carry_over(named, block.gpus[row], room)[0]
+    return host_missing(block.weights(loads), start)
+
+
+def _nodes_of_groups(previous: IntArray, shape: Shape, slots: int) -> tuple[IntArray, BoolArray]:
+    """(node of each group [L, g], whether the live GPUs hold groups as node policy asks [L])."""
+    layers = len(previous)
+    per_node = shape.gpus_per_node
+    there = hosts(previous, shape.num_gpus, shape.num_experts) & shape.live[:, None]
+    there = there.reshape(layers, shape.num_nodes, per_node, -1).any(axis=2)
+    grouped = there[:, :, : shape.grouped_experts]
+    of_group = grouped.reshape(layers, shape.num_nodes, shape.num_groups, -1).any(axis=3)
+    nodes = of_group.argmax(axis=1)  # [L, g]
+    held = (nodes[:, :, None] == np.arange(shape.num_nodes)).sum(axis=1)
+    room = groups_that_fit(shape, slots)
+    if shape.live.all():
+        room = np.minimum(room, shape.num_groups // shape.num_nodes)
+    alone = (of_group.sum(axis=1) == 1).sum(axis=1) == shape.num_groups
+    fits = (held <= room).sum(axis=1) == shape.num_nodes
+    whole: BoolArray = np.logical_and(alone, fits)
+    return nodes, whole
