@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
+from ep.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
 from ep.rebalance import RebalancePolicy
 from ep.transfer import Transfer
-from ep.weights import PlanError
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
 from moeserve.lockstep import agree_on_problems, gather_objects
