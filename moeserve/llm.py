@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ep.recording import ExpertRecording
 from moeserve.admission import check_request, typed_sampling
 from moeserve.config import ServeConfig
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.folder import folder_problems
 from moeserve.llm_backends import Backend, LocalBackend, RanksBackend
+from moeserve.load_desk import INTERVAL_STEPS
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from moeserve.tokenizer import Tokenizer
 
@@ -142,6 +144,15 @@ class LLM:
     def info(self) -> list[dict[str, object]]:
         """What each rank says of itself: memory by kind, kernels, dispatcher, placement."""
         return self._backend.info()
+
+    def start_recording(self, interval_steps: int = INTERVAL_STEPS, max_steps: int = 0) -> None:
+        """Record expert load from the next step on: counts of each interval of so many steps.
+        max_steps: end after so many; 0: at `stop_recording`. RecordingConflict: one runs."""
+        self._backend.start_recording(interval_steps, max_steps)
+
+    def stop_recording(self) -> ExpertRecording:
+        """End the recording and take it, or take again the last one."""
+        return self._backend.stop_recording()
 
     def close(self) -> None:
         """Stop the ranks and give memory back. Idempotent."""

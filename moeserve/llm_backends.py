@@ -12,15 +12,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ep.group import EPGroup
+from ep.recording import ExpertRecording
 from moeserve.client import EngineClient
+from moeserve.collector import RecordingCollector, recording_info
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, EngineFailed, MoeserveError, RankDied
 from moeserve.lifeline import LIFELINE
+from moeserve.load_desk import RecordingConflict, check_recording
 from moeserve.nameless import NamelessFile
 from moeserve.request import FinishReason, Request, TokenOutput
 
@@ -44,6 +48,10 @@ class Backend(Protocol):
 
     def info(self) -> list[dict[str, object]]: ...
 
+    def start_recording(self, interval_steps: int, max_steps: int) -> None: ...
+
+    def stop_recording(self) -> ExpertRecording: ...
+
     def close(self) -> None: ...
 
 
@@ -58,6 +66,7 @@ class LocalBackend:
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         self.engine = build_engine(config, EPGroup.single(), progress or (lambda *_: None))
+        self._recording: RecordingCollector | None = None
         self._closed = False
 
     @property
@@ -79,6 +88,7 @@ class LocalBackend:
                 for output in engine.step():
                     if not deliver(output) and output.finish_reason is None:
                         engine.abort([output.request_id], FinishReason.STOP)
+                self._hear()
         except BaseException:  # Ctrl-C too: leave nothing behind for the next call
             engine.scheduler.fail_all("interrupted")
             raise
@@ -90,6 +100,31 @@ class LocalBackend:
 
     def info(self) -> list[dict[str, object]]:
         return [self.engine.info]
+
+    def start_recording(self, interval_steps: int, max_steps: int) -> None:
+        last = self._recording
+        if last is not None and not last.ended:
+            raise RecordingConflict(f"recording {last.recording} runs: stop it first")
+        check_recording(interval_steps, max_steps)
+        number = 1 if last is None else last.recording + 1
+        info = recording_info(self.engine.info, 1, interval_steps, time.time())
+        self._recording = RecordingCollector(number, info)
+        self.engine.start_recording(number, interval_steps, max_steps)
+
+    def stop_recording(self) -> ExpertRecording:
+        if self._recording is None:
+            raise RecordingConflict("no recording was started")
+        self.engine.stop_recording(self._recording.recording)
+        if not self._recording.ended:
+            self.engine.step()  # an idle one, in which it is agreed to end
+        self._hear()
+        assert self._recording.ended
+        return self._recording.result()
+
+    def _hear(self) -> None:
+        for report in self.engine.take_load_reports():
+            assert self._recording is not None
+            self._recording.heard(report)
 
     def close(self) -> None:
         if not self._closed:
@@ -194,6 +229,14 @@ class RanksBackend:
     def info(self) -> list[dict[str, object]]:
         assert self._client is not None
         return [r.ready.info for r in self._client.fleet.ranks if r.ready is not None]
+
+    def start_recording(self, interval_steps: int, max_steps: int) -> None:
+        assert self._client is not None
+        self._client.experts.start(interval_steps, max_steps)
+
+    def stop_recording(self) -> ExpertRecording:
+        assert self._client is not None
+        return self._runner.run(self._client.experts.stop())
 
     def close(self) -> None:
         client, self._client = self._client, None

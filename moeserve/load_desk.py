@@ -26,6 +26,14 @@ class RecordingConflict(MoeserveError):
     """HTTP 409: a recording runs already, or there is none."""
 
 
+def check_recording(interval_steps: int, max_steps: int) -> None:
+    """InvalidRequest, by name."""
+    if not 1 <= interval_steps <= MAX_INTERVAL_STEPS:
+        raise InvalidRequest("interval_steps", interval_steps, f"1 to {MAX_INTERVAL_STEPS}")
+    if not 0 <= max_steps < 1 << 62:
+        raise InvalidRequest("max_steps", max_steps, "at least 1, or 0 for no end")
+
+
 class LoadDesk:
     """send(rank, message) reaches a rank; info() is what rank 0 said of itself when ready."""
 
@@ -60,10 +68,7 @@ class LoadDesk:
     def start(self, interval_steps: int = INTERVAL_STEPS, max_steps: int = 0) -> None:
         """Begin a recording at the next step that all ranks agree on; the last one is forgotten.
         max_steps: end by itself after so many steps that had tokens; 0: at `stop`."""
-        if not 1 <= interval_steps <= MAX_INTERVAL_STEPS:
-            raise InvalidRequest("interval_steps", interval_steps, f"1 to {MAX_INTERVAL_STEPS}")
-        if not 0 <= max_steps < 1 << 62:
-            raise InvalidRequest("max_steps", max_steps, "at least 1, or 0 for no end")
+        check_recording(interval_steps, max_steps)
         if self.status == "recording":
             raise RecordingConflict(
                 f"recording {self._number} runs ({self._progress()}); stop it first: "
