@@ -352,6 +352,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     if path.suffix not in (".json", ".npz"):
         raise PlacementError(f"path={str(path)!r}: valid endings are .json and .npz")
     content = path.read_bytes()
+    if path.suffix == ".npz" and not content.startswith(b"PK"):  # numpy would speak of pickles
+        raise PlacementError(f"{path}: not a placement file (no npz archive)")
     try:
         if path.suffix == ".json":
             head = json.loads(content)

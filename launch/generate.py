@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launch.env import RankEnv, use_threads
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
-from moeserve.errors import ConfigError, InvalidRequest
+from moeserve.errors import ConfigError, InvalidFields, InvalidRequest
 from moeserve.words import counted
 
 if TYPE_CHECKING:
@@ -60,14 +60,12 @@ def generate(given: Given, ask: Ask) -> None:
         raise ConfigError(["model.chat_template is used with --chat only"])
     if from_stdin:
         prompts.append(_from_stdin())
+    asked = _encoded(config, prompts, ask.chat) + ids  # as long as nothing has been loaded
+    _check_prompts(config, asked, sampling)
     if config.parallel.ep == 1:
         use_threads(config.engine.threads, RankEnv.alone())
-    with _open(config, needs_text) as llm:
-        asked: list[str | list[int]] = [*prompts]
-        if ask.chat:
-            asked = [_as_chat(llm, config, p) for p in prompts]
-        asked += ids
-        prompts += [" ".join(map(str, x)) for x in ids]
+    prompts += [" ".join(map(str, x)) for x in ids]  # as they are shown
+    with _open(config) as llm:
         began = time.perf_counter()
         streams = not ask.as_json and len(asked) == 1  # several would mix
         show = _show if streams else None
@@ -89,14 +87,11 @@ def generate(given: Given, ask: Ask) -> None:
         raise SystemExit(1)
 
 
-def _open(config: ServeConfig, needs_text: bool) -> LLM:
-    """The LLM, its loading shown; a broken tokenizer is found before any weight is read."""
+def _open(config: ServeConfig) -> LLM:
+    """The LLM, its loading shown."""
     from moeserve.llm import LLM
-    from moeserve.tokenizer import Tokenizer
 
     checkpoint, ep = config.model.checkpoint, config.parallel.ep
-    if needs_text:
-        Tokenizer(checkpoint)
     progress = open_progress(ep == 1)
     try:
         return LLM(checkpoint, ep=ep, progress=progress.update, **flat_settings(config))
@@ -123,6 +118,8 @@ def _sampling(ask: Ask, problems: list[str]) -> SamplingParams:
     )
     try:
         check_sampling(sampling)
+    except InvalidFields as error:
+        problems += map(str, error.problems)
     except InvalidRequest as error:
         problems.append(str(error))
     if ask.logprobs is not None and not ask.as_json:
@@ -225,15 +222,34 @@ def _logprob(x: TokenLogprob) -> dict[str, Any]:
     return {"token_id": x.token_id, "logprob": x.logprob, "rank": x.rank, "top": list(x.top)}
 
 
-def _as_chat(llm: LLM, config: ServeConfig, prompt: str) -> list[int]:
+def _encoded(config: ServeConfig, prompts: list[str], chat: bool) -> list[list[int]]:
+    """Texts as token ids, through the chat template or as plain prompts. ConfigError for a broken
+    tokenizer, a missing template."""
+    if not prompts:
+        return []
     from moeserve.chat import load_chat_template
+    from moeserve.tokenizer import Tokenizer
 
-    if llm.tokenizer is None:
-        raise ConfigError(["chat: this checkpoint has no tokenizer"])
-    template = load_chat_template(
-        config.model.checkpoint, llm.tokenizer, config.model.chat_template
-    )
+    checkpoint = config.model.checkpoint
+    tokenizer = Tokenizer(checkpoint)
+    if not chat:
+        return [tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
+    template = load_chat_template(checkpoint, tokenizer, config.model.chat_template)
     if template is None:
-        raise ConfigError(["chat: this checkpoint has no chat template; give --chat-template"])
-    text = template.render([{"role": "user", "content": prompt}])
-    return llm.tokenizer.encode(text, add_special_tokens=False)
+        raise ConfigError(["--chat: this checkpoint has no chat template; give --chat-template"])
+    texts = [template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def _check_prompts(config: ServeConfig, asked: list[list[int]], sampling: SamplingParams) -> None:
+    """InvalidRequest for what the model cannot take, before its weights are read."""
+    from moeserve.admission import check_request
+    from moeserve.folder import read_model
+    from moeserve.request import Request
+
+    model, _ = read_model(config.model.checkpoint)
+    assert model is not None, "resolve refuses such folders"
+    most = config.schedule.max_model_len or model.max_position_embeddings
+    for ids in asked:
+        request = Request(request_id="", prompt_token_ids=tuple(ids), sampling=sampling)
+        check_request(request, max_model_len=most, vocab_size=model.vocab_size)

@@ -231,4 +231,6 @@ def _valid(error: Any) -> str:
             return "must be a number"
         case "bool_parsing" | "bool_type":
             return "must be true or false"
+        case "string_too_short":
+            return "must not be empty"
     return str(error["msg"])

@@ -8,10 +8,14 @@ Shape letters: L layers, E routed experts, n pieces of the shared expert, P slot
 
 from __future__ import annotations
 
+import numpy as np
+
 from ep.group import EPGroup
 from ep.host_shared import place_with_shared
 from ep.placement import ExpertPlacement, PlacementError
-from ep.presets import PRESETS
+from ep.plan_loads import PlanError
+from ep.planner import PlanOptions, plan
+from ep.presets import PRESETS, LayoutPreset
 from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig
 
@@ -46,6 +50,9 @@ def first_placement(
             + f" one of the {experts} experts of a layer; nearest valid: {most}"
         )
         return None
+    preset = PRESETS.get(config.parallel.layout or "")
+    if preset is not None:
+        return _planned(preset, model, layers, experts, problems)
     if not hosted:
         return ExpertPlacement.trivial(layers, experts, ranks, redundant)
     return place_with_shared(
@@ -56,6 +63,28 @@ def first_placement(
         ranks,
         redundant,
     )
+
+
+def _planned(
+    preset: LayoutPreset, model: DeepSeekConfig, layers: int, experts: int, problems: list[str]
+) -> ExpertPlacement | None:
+    """By the planner, as if routing were uniform: by nodes and groups as the layout says."""
+    routed = model.n_routed_experts
+    loads = np.full((layers, experts), model.num_experts_per_tok / routed)
+    loads[:, routed:] = 1.0  # every token
+    options = PlanOptions(group_policy=preset.group_policy, num_ungrouped=experts - routed)
+    try:
+        return plan(
+            loads,
+            num_gpus=preset.num_gpus,
+            num_slots_per_gpu=preset.slots_per_gpu,
+            num_nodes=preset.num_gpus // preset.gpus_per_node,
+            num_groups=model.n_group,
+            options=options,
+        ).placement
+    except PlanError as error:
+        problems.append(f"parallel.layout={preset.name!r}: {error}")
+        return None
 
 
 def _fits_layout(
@@ -86,7 +115,8 @@ def _given(
     try:
         placement = ExpertPlacement.load(given)
     except PlacementError as error:
-        problems.append(f"parallel.placement={given}: {error}")
+        reason = str(error).removeprefix(f"{given}: ")
+        problems.append(f"parallel.placement={given}: {reason}")
         return None
     except OSError as error:
         problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")

@@ -14,7 +14,7 @@ import pytest
 from launch.generate import Ask, flat_settings, generate, read_ids, report
 from launch.settings import OFFLINE, Given
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.llm import config_from
 
 
@@ -62,8 +62,16 @@ def test_standard_input_without_a_prompt(random_checkpoint, monkeypatch, stdin):
 
 def test_all_that_is_wrong_with_an_ask_comes_at_once(random_checkpoint):
     asked = replace(ask("", "fine"), token_ids=("5,x",), temperature=-1.0, chat=True, logprobs=1)
+    asked = replace(asked, top_k=-2)
     found = refused(replace(asked, as_json=False), random_checkpoint)
-    for part in ("temperature=-1.0", "--logprobs", "--chat", "--prompt-ids '5,x'", "--prompt is e"):
+    for part in (
+        "temperature=-1.0",
+        "top_k=-2",
+        "--logprobs",
+        "--chat",
+        "--prompt-ids '5,x'",
+        "--prompt is e",
+    ):
         assert any(part in line for line in found), (part, found)
 
 
@@ -117,6 +125,25 @@ def test_a_missing_tokenizer_is_found_before_weights_are_read(random_checkpoint,
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         generate(given(folder), ask("some text"))
+    assert "weights" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked, error, said",
+    [
+        (replace(ask(), token_ids=("5,99999",)), InvalidRequest, "token ids are 0.."),
+        (ask("fine", "long " * 3000), InvalidRequest, "so a prompt may have at most 2047"),
+        (replace(ask("x"), chat=True), ConfigError, "no chat template"),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused_before_loading(
+    random_checkpoint, tmp_path, capsys, asked, error, said
+):
+    folder = tmp_path / "no-template"
+    shutil.copytree(random_checkpoint, folder)
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(error, match=said):
+        generate(given(folder), asked)
     assert "weights" not in capsys.readouterr().err
 
 

@@ -74,6 +74,10 @@ def test_each_kind_of_problem_names_its_setting(random_checkpoint: Path, tmp_pat
     assert "kv_tokens=64" in found and "max_model_len=128" in found
     (found,) = problems(folder, parallel={"placement": tmp_path / "none.json"})
     assert "parallel.placement" in found
+    for name in ("bad.json", "bad.npz"):
+        (tmp_path / name).write_text("[]")
+        (found,) = problems(folder, parallel={"placement": tmp_path / name})
+        assert found.count(name) == 1 and "not a placement file" in found
     (found,) = problems(tmp_path)
     assert "config.json" in found
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
