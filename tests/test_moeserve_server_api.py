@@ -1,9 +1,7 @@
-"""Every route over HTTP, with httpx and with the real openai client, against fake ranks."""
+"""Completions and chat over HTTP, with httpx and with the real openai client, on fake ranks."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,26 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from server_world import USER, bias, events, script
 
 from moeserve import wire
-from moeserve.request import FinishReason, Request, TokenOutput
-from moeserve.server.rehearsal import Rehearsal, echo, output, write_tokenizer
-
-USER = [{"role": "user", "content": "hello"}]
-
-
-def script(request: Request) -> Iterator[TokenOutput]:
-    """Says what it is asked to by logit_bias (ids in order of bias), else echoes the prompt."""
-    bias = request.sampling.logit_bias
-    if not bias:
-        yield from echo(request)
-        return
-    ids = [x for x, _ in sorted(bias.items(), key=lambda pair: pair[1])]
-    for index, token_id in enumerate(ids):
-        last = index == len(ids) - 1 or index + 1 == request.sampling.max_tokens
-        yield output(request, (token_id,), FinishReason.STOP if last else None, first=index == 0)
-        if last:
-            return
+from moeserve.server.rehearsal import Rehearsal, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +37,6 @@ def http(job: Rehearsal) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def client(job: Rehearsal) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{job.url}/v1", api_key="none", max_retries=0, timeout=20)
-
-
-def bias(job: Rehearsal, text: str, *extra: int) -> dict[str, float]:
-    """logit_bias that makes the script say this text, then the extra ids."""
-    ids = [*job.service.tokenizer.encode(text, add_special_tokens=False), *extra]
-    assert len(set(ids)) == len(ids)
-    return {str(x): index - 50 for index, x in enumerate(ids)}
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    parts = text.split("\n\n")
-    assert parts.pop() == "" and parts.pop() == "data: [DONE]"
-    return [json.loads(x.removeprefix("data: ")) for x in parts]
 
 
 # ---- completions --------------------------------------------------------------------------------
@@ -317,99 +286,3 @@ def test_content_parts_system_and_tools(http: httpx.Client) -> None:
 def test_chat_without_max_tokens_may_fill_the_context(http: httpx.Client) -> None:
     usage = http.post("/v1/chat/completions", json={"messages": USER}).json()["usage"]
     assert usage["total_tokens"] == 512
-
-
-# ---- the other routes ---------------------------------------------------------------------------
-
-
-def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
-    (card,) = client.models.list().data
-    assert card.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
-    assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
-        client.models.retrieve("other")
-
-
-def test_tokenize_and_back(http: httpx.Client) -> None:
-    got = http.post("/tokenize", json={"prompt": "hello 🎉"}).json()
-    assert got["count"] == len(got["tokens"]) and got["max_model_len"] == 512
-    text = http.post("/detokenize", json={"tokens": got["tokens"]}).json()["prompt"]
-    assert text == "<s>hello 🎉"
-    bare = http.post("/tokenize", json={"prompt": "hello 🎉", "add_special_tokens": False}).json()
-    assert bare["tokens"] == got["tokens"][1:]
-    assert http.post("/tokenize", json={}).status_code == 400
-    assert http.post("/detokenize", json={"tokens": [640]}).status_code == 400
-
-
-def test_experts_and_state(http: httpx.Client, job: Rehearsal) -> None:
-    for rank in (0, 1):
-        job.ranks[rank].send(stats(rank, expert_shape=(2, 3), expert_load=(1, 2, 3, 4, 0, 0)))
-    wait_for(lambda: http.get("/v1/experts").json()["totals"] == [[2, 4, 6], [8, 0, 0]])
-    got = http.get("/v1/experts").json()
-    assert (got["num_layers"], got["num_logical_experts"]) == (2, 3)
-    assert got["max_over_mean"] == [1.5, 3.0] and got["ranks"][1] == {"rank": 1, "balance": 1.25}
-    state = http.get("/debug/state").json()
-    assert state["ranks"][0]["stats"]["num_free_blocks"] == 40
-    assert state["ranks"][0]["info"] == {"fake": True}
-
-
-def test_page_version_and_schema(http: httpx.Client) -> None:
-    page = http.get("/")
-    assert page.headers["content-type"].startswith("text/html") and "moeserve" in page.text
-    assert "http://" not in page.text.replace("http://www.w3.org", "")  # nothing from elsewhere
-    assert http.get("/version").json()["version"]
-    schema = http.get("/openapi.json").json()
-    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]
-    assert "temperature" in body["content"]["application/json"]["schema"]["properties"]
-    assert "$ref" not in json.dumps(body)
-
-
-def stats(rank: int, **changes: Any) -> wire.RankStats:
-    """Counters of a rank, most of them 0."""
-    values: dict[str, Any] = dict.fromkeys(wire.RankStats.__struct_fields__[:18], 0) | {
-        "rank": rank,
-        "num_used_blocks": 20,
-        "num_cached_blocks": 4,
-        "num_free_blocks": 40,
-        "prompt_tokens": 100,
-        "cached_tokens": 25,
-        "rank_balance": 1.25,
-    }
-    return wire.RankStats(**(values | changes))
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_metrics(http: httpx.Client, job: Rehearsal) -> None:
-    for rank in (0, 1):
-        job.ranks[rank].send(stats(rank))
-    wait_for(lambda: 'moeserve_kv_blocks{rank="1",state="free"} 40.0' in http.get("/metrics").text)
-    http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
-    text = http.get("/metrics").text
-    for line in (
-        'moeserve_kv_usage_ratio{rank="0"} 0.3125',
-        "moeserve_prefix_cache_hit_ratio 0.25",
-        'moeserve_rank_expert_balance{rank="0"} 1.25',
-        "moeserve_requests_in_flight 0.0",
-        "moeserve_ready 1.0",
-    ):
-        assert line in text, line
-    for name in (
-        "time_to_first_token_seconds_count",
-        "time_per_output_token_seconds_bucket",
-        "request_seconds_sum",
-        "preemptions_total",
-        "dispatch_bytes_total",
-        "kv_wasted_slots",
-        "last_step_seconds",
-        'requests_total{finish_reason="length"}',
-    ):
-        assert f"moeserve_{name}" in text, name
-    series = [x for x in text.splitlines() if x and not x.startswith("#")]
-    assert len(series) < 250  # bounded, whatever the number of layers and experts
-    assert len(series) == len({x.rpartition(" ")[0] for x in series})

@@ -12,124 +12,28 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tool_world import (
+    BOTH,
+    CALL,
+    CALLS,
+    END,
+    END_CALLS,
+    KIMI,
+    KIMI_TEMPLATE,
+    PARIS,
+    SEP,
+    TINY,
+    TOOLS,
+    USER,
+    V3,
+    V31,
+    Scripted,
+)
 
 from moeserve import wire
-from moeserve.request import FinishReason, Request, TokenOutput
-from moeserve.server.rehearsal import Rehearsal, output, write_tokenizer
-from moeserve.tool_calls import _deepseek, _kimi
-
-# The bundled checkpoint has DeepSeek's own markers and a template of the V3.1 kind.
-TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
-CALLS, END_CALLS, CALL, SEP, END = _deepseek().markers
-KIMI_TEMPLATE = (
-    "{% if tools %}<|im_system|>{{ tools | tojson }}<|im_end|>{% endif %}"
-    "{% for m in messages %}<|im_{{ m.role }}|>"
-    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
-    "{% if m.content is string %}{{ m.content }}{% endif %}"
-    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
-    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
-    "{% if c.function.arguments is string %}{{ c.function.arguments }}"
-    "{% else %}{{ c.function.arguments | tojson }}{% endif %}<|tool_call_end|>{% endfor %}"
-    "<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_assistant|>"
-    "<think>{{ '' if thinking else '</think>' }}{% endif %}"
-)
-USER: list[Any] = [{"role": "user", "content": "Weather in Paris and Rome?"}]
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "the weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    },
-    {"type": "function", "function": {"name": "now"}},  # no description, no parameters
-]
-PARIS, ROME = '{"city": "Paris", "é": [{"x": "}"}]}', '{"city": "Rome"}'
-V31 = f"Let me look.{CALLS}{CALL}weather{SEP}{PARIS}{END}{CALL}weather{SEP}{ROME}{END}{END_CALLS}"
-V3 = (
-    f"Let me look.{CALLS}{CALL}function{SEP}weather\n```json\n{PARIS}\n```{END}\n"
-    f"{CALL}function{SEP}weather\n```json\n{ROME}\n```{END}{END_CALLS}"
-)
-KIMI = (
-    "Let me look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
-    f"<|tool_call_argument_begin|>{PARIS}<|tool_call_end|><|tool_call_begin|>functions.weather:1"
-    f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_calls_section_end|>"
-)
-BOTH = [("weather", PARIS), ("weather", ROME)]
-
-
-class Scripted:
-    """A job whose ranks say `text`, so many tokens an output, then end as told (None: never)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.says("")
-        self.job = Rehearsal(folder, script=self._script, max_model_len=4096)
-
-    def _script(self, request: Request) -> Iterator[TokenOutput]:
-        tokenizer = self.job.service.tokenizer
-        ids = tokenizer.encode(self.text, add_special_tokens=False)
-        for start in range(0, len(ids), self.step):
-            yield output(request, tuple(ids[start : start + self.step]), None, first=start == 0)
-        while self.end is None:
-            yield output(request, (ids[0],), None)
-        eos = tokenizer.fast.token_to_id(tokenizer.eos_token)
-        last = output(request, (eos,) if self.end is FinishReason.STOP else (), self.end)
-        if self.end is FinishReason.STOP:
-            last = TokenOutput(
-                request_id=last.request_id,
-                token_ids=last.token_ids,
-                logprobs=last.logprobs,
-                finish_reason=last.finish_reason,
-                stop_token_id=eos,
-            )
-        yield last
-
-    def says(self, text: str, step: int = 1, end: FinishReason | None = FinishReason.STOP) -> None:
-        self.text, self.step, self.end = text, step, end
-
-    @property
-    def client(self) -> openai.OpenAI:
-        url = f"{self.job.url}/v1"
-        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
-
-    def prompt(self, **fields: Any) -> str:
-        """What the model would read."""
-        answer = httpx.post(self.job.url + "/tokenize", json=fields)
-        assert answer.status_code == 200, answer.text
-        tokens = answer.json()["tokens"]
-        return self.job.service.tokenizer.decode(tokens, skip_special_tokens=False)
-
-    def ask(self, stream: bool, **fields: Any) -> tuple[str, str, list[tuple[str, str]], str]:
-        """reasoning, content, calls, finish reason; streams checked for their order on the way."""
-        fields = {"model": "tiny", "messages": USER, "tools": TOOLS} | fields
-        if not stream:
-            choice = self.client.chat.completions.create(**fields).choices[0]
-            message = choice.message
-            calls = [(x.function.name, x.function.arguments) for x in message.tool_calls or []]
-            assert all(x.type == "function" and x.id for x in message.tool_calls or [])
-            assert message.content is not None or calls
-            reasoning = (message.model_extra or {}).get("reasoning_content", "")
-            return reasoning, message.content or "", calls, choice.finish_reason
-        reasoning = content = finish = ""
-        found: list[dict[str, Any]] = []
-        for chunk in self.client.chat.completions.create(**fields, stream=True):
-            (part,) = chunk.choices
-            assert not finish  # nothing after the reason
-            finish = part.finish_reason or ""
-            content += part.delta.content or ""
-            reasoning += (part.delta.model_extra or {}).get("reasoning_content", "")
-            for call in part.delta.tool_calls or []:
-                assert call.function is not None
-                if call.index == len(found):
-                    assert call.id and call.type == "function" and call.function.name
-                    found.append({"id": call.id, "name": call.function.name, "arguments": ""})
-                else:
-                    assert call.index == len(found) - 1 and not call.id and not call.function.name
-                found[call.index]["arguments"] += call.function.arguments or ""
-        assert len({x["id"] for x in found}) == len(found)
-        return reasoning, content, [(x["name"], x["arguments"]) for x in found], finish
+from moeserve.request import FinishReason
+from moeserve.server.rehearsal import write_tokenizer
+from moeserve.tool_calls import _kimi
 
 
 @pytest.fixture(scope="module")
@@ -320,67 +224,6 @@ class _Weather(openai.BaseModel):
     """The weather of a city."""
 
     city: str
-
-
-# ---- the way back into a prompt -----------------------------------------------------------------
-
-
-def _history(client: openai.OpenAI) -> list[Any]:
-    """The conversation with the answer's message put back as the client dumps it."""
-    answer = client.chat.completions.create(model="tiny", messages=USER, tools=TOOLS)
-    message = answer.choices[0].message
-    assert message.tool_calls
-    results = [
-        {"role": "tool", "tool_call_id": x.id, "content": f"{number} degrees"}
-        for number, x in enumerate(message.tool_calls)
-    ]
-    return [*USER, message.model_dump(), *results]
-
-
-def test_calls_and_results_round_trip(deepseek: Scripted, kimi: Scripted) -> None:
-    for job, text in ((deepseek, V31), (kimi, KIMI)):
-        job.says(text)
-        history = _history(job.client)
-        prompt = job.prompt(messages=history, tools=TOOLS)
-        assert text in prompt  # byte by byte what the model wrote
-        assert "0 degrees" in prompt and "1 degrees" in prompt
-        job.says("Warm.")
-        answer = job.client.chat.completions.create(model="tiny", messages=history, tools=TOOLS)
-        assert answer.choices[0].message.content == "Warm."
-
-
-def test_tools_may_leave_things_out(deepseek: Scripted) -> None:
-    def prompt(**function: Any) -> str:
-        tools = [{"type": "function", "function": {"name": "now"} | function}]
-        return deepseek.prompt(messages=USER, tools=tools)
-
-    bare = prompt()
-    assert "### now" in bare and '"properties"' in bare
-    assert prompt(description=None, parameters=None, strict=None) == bare
-    assert prompt(description="the time") != bare
-    assert prompt(strict=False) == bare
-
-
-def test_wrong_tools_are_named(deepseek: Scripted) -> None:
-    tools = [
-        {"type": "web_search"},
-        {"type": "function", "function": {"name": "a b", "parameters": "x"}},
-        {"type": "function", "function": {"description": 5}},
-    ]
-    answer = httpx.post(
-        deepseek.job.url + "/v1/chat/completions", json={"messages": USER, "tools": tools}
-    )
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "tools.0.type"
-    for path in (
-        "0.type='web_search'",
-        "0.function is missing",
-        "1.function.name='a b'",
-        "1.function.parameters='x'",
-        "2.function.name is missing",
-        "2.function.description=5",
-    ):
-        assert f"tools.{path}" in error["message"]
 
 
 def test_ids_are_new_for_each_call(deepseek: Scripted) -> None:

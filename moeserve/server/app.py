@@ -49,7 +49,7 @@ class BodyTooLarge(MoeserveError):
 
 
 def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="moeserve", version=_version(), docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="moeserve", version=_version(), docs_url=None, redoc_url=None)
     _add_error_answers(app, service)
     _add_generation(app, service)
     _add_text(app, service)
@@ -106,6 +106,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
     async def completions(request: HttpRequest) -> Response:
+        """Continue prompts (text or token ids); stream=true sends events."""
         body = await _body(service, request, CompletionBody)
         service.check_model(body.model)
         job = await service.completion_job(body)
@@ -113,6 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
     async def chat_completions(request: HttpRequest) -> Response:
+        """Answer a conversation, tool calls and reasoning apart; stream=true sends events."""
         body = await _body(service, request, ChatBody)
         service.check_model(body.model)
         job = await service.chat_job(body)
@@ -122,6 +124,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
     async def tokenize(request: HttpRequest) -> Response:
+        """Token ids of a prompt, or of messages as chat would render them."""
         body = await _body(service, request, TokenizeBody)
         service.check_model(body.model)
         special = body.add_special_tokens
@@ -142,6 +145,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
     async def detokenize(request: HttpRequest) -> Response:
+        """Text of token ids."""
         body = await _body(service, request, DetokenizeBody)
         service.check_model(body.model)
         text = service.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
@@ -151,56 +155,74 @@ def _add_text(app: FastAPI, service: Service) -> None:
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
+        """The model that is served, with its max_model_len."""
         return JsonBytes({"object": "list", "data": [status.model_card(service)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        """The same, if it has this name; else 404."""
         service.check_model(name)
         return JsonBytes(status.model_card(service))
 
     @app.get("/health")
     async def health() -> Response:
+        """All that is known of the ranks; 200 when requests are taken, else 503 with the reason."""
         report = status.health(service)
         return JsonBytes(report, status_code=200 if report["ready"] else 503)
 
     @app.get("/health/ready")
     async def ready() -> Response:
+        """Whether requests are taken: 200 or 503."""
         report = status.health(service)
         answer = {x: report[x] for x in ("status", "ready", "reason")}
         return JsonBytes(answer, status_code=200 if report["ready"] else 503)
 
     @app.get("/health/live")
     async def live() -> Response:
+        """Whether the job can still serve: 200, or 503 when it failed or stalls."""
         report = status.health(service)
         answer = {x: report[x] for x in ("status", "live", "reason")}
         return JsonBytes(answer, status_code=200 if report["live"] else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Prometheus' text form."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/experts")
     async def experts() -> Response:
+        """Tokens routed to each expert of each layer since start, and the balance."""
         return JsonBytes(status.experts(service))
 
     @app.get("/debug/state")
     async def state() -> Response:
+        """Everything known of the ranks, for people; programs should read the other routes."""
         return JsonBytes(status.state(service))
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
+        """Drop every cached block that no sequence holds."""
         service.client.check_ready()
         service.client.reset_prefix_cache()
         return JsonBytes({"reset": True})
 
     @app.get("/version")
     async def version() -> Response:
+        """The version of moeserve."""
         return JsonBytes({"version": _version()})
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        file = importlib.resources.files("moeserve.server") / "page.html"
+    def page(name: str) -> Response:
+        file = importlib.resources.files("moeserve.server") / name
         return HTMLResponse(file.read_text(encoding="utf-8"))
+
+    @app.get("/", include_in_schema=False)
+    async def talk() -> Response:
+        return page("page.html")
+
+    # Not FastAPI's own: that one loads its scripts from elsewhere, and clusters have no network.
+    @app.get("/docs", include_in_schema=False)
+    async def routes() -> Response:
+        return page("docs.html")
 
 
 def _add_error_answers(app: FastAPI, service: Service) -> None:

@@ -50,14 +50,20 @@ def experts(service: Service) -> dict[str, Any]:
     """Tokens routed to each logical expert since start, per MoE layer, and the balance of ranks.
 
     Where the shared expert lies in slots, its pieces are the logical experts from
-    num_routed_experts on; max_over_mean is of the routed ones.
+    num_routed_experts on; max_over_mean is of the routed ones. Row r of totals is layer
+    first_moe_layer + r; the last num_mtp_layers rows are MTP layers, all zero while nothing drafts
+    with them.
     """
     fleet = service.client.fleet
     totals = fleet.expert_totals()
     routed = totals[:, : fleet.num_routed_experts()]
     stats = [x.stats for x in fleet.ranks if x.stats is not None]
+    ready = fleet.ranks[0].ready
+    info = ready.info if ready is not None else {}
     return {
         "num_layers": totals.shape[0],
+        "first_moe_layer": info.get("first_moe_layer", 0),
+        "num_mtp_layers": info.get("mtp_layers", 0),
         "num_logical_experts": totals.shape[1],
         "num_routed_experts": routed.shape[1],
         "totals": totals.tolist(),
