@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting's flag. default: as shown in the help. A switch is --x/--no-x."""
+    """One setting's flag. default: as shown in the help. A switch is --x/--no-x. A secret may come
+    from the environment: a command line shows in lists of processes."""
 
     section: str
     field: str
     metavar: str  # "" for a switch
     help: str
     default: str = ""
+    envvar: str | None = None  # read where the flag is not given
 
     @property
     def option(self) -> str:
@@ -85,6 +87,14 @@ FLAGS = (
     Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop", "30"),
     Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead", "20"),
     Flag("server", "api_key", "KEY", "Asked of clients as 'Authorization: Bearer KEY'"),
+    Flag(
+        "server",
+        "admin_key",
+        "KEY",
+        "Asked likewise of /experts, /debug, /reset_prefix_cache",
+        "the API key",
+        "MOESERVE_ADMIN_KEY",
+    ),
     Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413", "32MiB"),
     Flag("server", "log_level", "NAME", "debug, info, warning or error", "info"),
 )
@@ -183,6 +193,7 @@ def with_settings(
                         f"{f.option}/--no-{f.option[2:]}" if f.switch else f.option,
                         help=f"{f.help} [dim]\\[default: {f.default}][/]" if f.default else f.help,
                         metavar=None if f.switch else f.metavar,
+                        envvar=f.envvar,
                         rich_help_panel=f"Settings: {f.section}",
                     ),
                 )

@@ -133,6 +133,8 @@ class ServerSection(Section):
     drain_seconds: float = Field(30.0, ge=0)
     rank_timeout: float = Field(20.0, gt=1)  # seconds a rank's host may be silent before it is dead
     api_key: str | None = Field(None, min_length=1)  # asked of /v1 as "Authorization: Bearer ..."
+    # Asked of /experts, /debug and /reset_prefix_cache; where it is not set, api_key is.
+    admin_key: str | None = Field(None, min_length=1)
     max_body_bytes: Size = Field(32 << 20, ge=1024)  # a larger HTTP body gets 413
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

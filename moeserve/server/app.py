@@ -6,7 +6,6 @@ parsing would cost more than the rest of the way. Knows nothing of processes and
 
 from __future__ import annotations
 
-import hmac
 import importlib.metadata
 import importlib.resources
 import logging
@@ -20,13 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.errors import MoeserveError
 from moeserve.server import status
 from moeserve.server.chat_completions import ChatWriter
 from moeserve.server.completions import CompletionWriter
 from moeserve.server.errors import answer_for, error_answer
+from moeserve.server.experts import add_experts
 from moeserve.server.fields import (
     AnyBody,
     ChatBody,
@@ -35,13 +34,13 @@ from moeserve.server.fields import (
     TokenizeBody,
 )
 from moeserve.server.parse import parse
+from moeserve.server.keys import KeyCheck
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import EventStream, JsonBytes, read_body, unless_client_leaves
 
 log = logging.getLogger("moeserve.server")
 
 Body = TypeVar("Body", bound=AnyBody)
-_GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug", "/reset_prefix_cache")
 
 
 class BodyTooLarge(MoeserveError):
@@ -54,8 +53,9 @@ def create_app(service: Service) -> FastAPI:
     _add_generation(app, service)
     _add_text(app, service)
     _add_status(app, service)
-    if service.config.server.api_key is not None:
-        app.add_middleware(_KeyCheck, key=service.config.server.api_key)
+    add_experts(app, service, _body, _schema)
+    server = service.config.server
+    app.add_middleware(KeyCheck, api_key=server.api_key, admin_key=server.admin_key)
     return app
 
 
@@ -262,26 +262,3 @@ def _add_error_answers(app: FastAPI, service: Service) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-
-
-class _KeyCheck:
-    """Asks for the API key on all routes that generate or tell of requests; not on health."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._wanted = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
-                answer = error_answer(
-                    401,
-                    "a valid API key is needed: Authorization: Bearer KEY",
-                    "authentication_error",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
