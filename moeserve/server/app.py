@@ -33,8 +33,8 @@ from moeserve.server.fields import (
     DetokenizeBody,
     TokenizeBody,
 )
-from moeserve.server.parse import parse
 from moeserve.server.keys import KeyCheck
+from moeserve.server.parse import parse
 from moeserve.server.service import Job, Service
 from moeserve.server.sse import EventStream, JsonBytes, read_body, unless_client_leaves
 
