@@ -117,6 +117,9 @@ def main() -> None:
     except MoeserveError as error:
         print(f"demo: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("\ndemo: stopped before it was done", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def run(checkpoint: Path, num_ranks: int) -> None:

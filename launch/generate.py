@@ -119,14 +119,20 @@ def _sampling(ask: Ask, problems: list[str]) -> SamplingParams:
     try:
         check_sampling(sampling)
     except InvalidFields as error:
-        problems += map(str, error.problems)
+        problems += map(_flagged, error.problems)
     except InvalidRequest as error:
-        problems.append(str(error))
+        problems.append(_flagged(error))
     if ask.logprobs is not None and not ask.as_json:
         problems.append("--logprobs is shown with --json only")
     if ask.chat and ask.token_ids:
         problems.append("--chat is for texts: --prompt-ids go to the model as they are")
     return sampling
+
+
+def _flagged(error: InvalidRequest) -> str:
+    """What is wrong with a field, in the words of the command line."""
+    value = "" if isinstance(error.value, tuple) else f" {error.value}"
+    return f"--{error.field.replace('_', '-')}{value}: {error.valid}"
 
 
 def _from_file(file: Path | None, problems: list[str]) -> list[str]:

@@ -65,8 +65,8 @@ def test_all_that_is_wrong_with_an_ask_comes_at_once(random_checkpoint):
     asked = replace(asked, top_k=-2)
     found = refused(replace(asked, as_json=False), random_checkpoint)
     for part in (
-        "temperature=-1.0",
-        "top_k=-2",
+        "--temperature -1.0: ",
+        "--top-k -2: ",
         "--logprobs",
         "--chat",
         "--prompt-ids '5,x'",
