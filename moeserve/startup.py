@@ -19,6 +19,7 @@ from dispatch import dispatcher_names, probe_all
 from dispatch.base import DispatchConfig
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
+from ep.presets import PRESETS
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
@@ -111,6 +112,12 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         notes.append(
             f"placement: {hosted} experts and copies a layer leave {placement.num_empty_slots} of "
             f"{placement.num_physical_experts} slots empty ({placement.num_local_experts} a rank)"
+        )
+    preset = PRESETS.get(config.parallel.layout or "")
+    if preset is not None and preset.gpus_per_node != group.ranks_per_node:
+        notes.append(
+            f"placement: layout {preset.name} was made for {preset.gpus_per_node} ranks a node; "
+            f"here are {group.ranks_per_node}"
         )
     if config.parallel.shared_expert == "hosted":
         replicas = placement.replica_count[:, model.n_routed_experts :]

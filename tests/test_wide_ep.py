@@ -24,7 +24,6 @@ import models.deepseek.checkpoint
 from dispatch.collective import CollectiveDispatcher
 from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
-from ep.host_shared import place_with_shared
 from ep.placement import ExpertPlacement
 from ep.presets import PRESETS
 from models.deepseek.config import DeepSeekConfig
@@ -37,6 +36,8 @@ from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
 from models.deepseek.safetensors_index import SafetensorsIndex
 from models.offline import OfflineRunner
+from moeserve.config import ServeConfig
+from moeserve.placing import first_placement
 
 PRESET = PRESETS["decode-ep320"]
 # Sequences live on a few ranks, routed and hosting ones; all others run empty batches.
@@ -117,7 +118,9 @@ def test_the_320_gpu_layout_says_what_one_rank_says(
     plain = load(tmp_path, single, ExpertPlacement.trivial(2, 256, 1), kernels)
     expected = {rank: generate(plain, {0: prompt})[0] for rank, prompt in HOMES.items()}
     assert len({tuple(tokens) for tokens in expected.values()}) > 1
-    placement = place_with_shared(2, 256, 1, 8, PRESET.num_gpus, PRESET.redundant)
+    settings = ServeConfig.load(None, {"parallel": {"layout": PRESET.name}})
+    placement = first_placement(settings, model, single, True, [])
+    assert placement is not None
     assert placement.num_local_experts == PRESET.slots_per_gpu == 1
     assert placement.replica_count[0, 256] > 1 and placement.num_empty_slots == 0
     assert PRESET.num_gpus - 256 == 64 == PRESET.redundant + 1
