@@ -74,7 +74,7 @@ class Bench:
         if env is None:
             run_alone(config, lambda group: self._measure(config, group, batches))
         else:
-            rank = RankProcess(config, env)
+            rank = RankProcess(config, env, given.in_users_words)
             rank.run(lambda job: self._measure(config, job.group, batches))
 
     def _batches(self, problems: list[str]) -> list[int]:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 
-from launch.env import error_file
+from launch.env import ERRORS, error_file
 from launch.failure import write_verdict
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
@@ -58,7 +59,7 @@ class FrontEndProcess:
         for theirs in (settings_read, news_write):
             os.close(theirs)
         with os.fdopen(settings_write, "w") as settings:
-            settings.write(config.model_dump_json())
+            settings.write(config.model_dump_json(exclude_unset=True))  # unset stays unset
         self._news = os.fdopen(news_read)
         self._on_ready = on_ready
         self.url = ""
@@ -132,7 +133,8 @@ def main() -> None:
 
 
 def _record(error: RankDied) -> None:
-    write_verdict(error_file(os.environ), error.rank)
+    shared = os.environ.get(ERRORS)  # torchrun's file is rank 0's own, in torchrun's form
+    write_verdict(Path(shared) if shared else None, error.rank)
 
 
 def _last_words(folder: TorchrunFolder) -> None:

@@ -64,8 +64,11 @@ def run_alone(config: ServeConfig, body: Callable[[EPGroup], None]) -> None:
 class RankProcess:
     """This process as rank `env.rank`. `run` does not return: it ends the process."""
 
-    def __init__(self, config: ServeConfig, env: RankEnv) -> None:
-        self.config, self.env = config, env
+    def __init__(
+        self, config: ServeConfig, env: RankEnv, words: Callable[[str], str] = lambda p: p
+    ) -> None:
+        """words: names the settings of a problem as they were given (Given.in_users_words)."""
+        self.config, self.env, self._words = config, env, words
         self.job: Job | None = None
         self.stopping = StopSignals(drain=self._asked, now=self.hurry)
         self._siblings: list[psutil.Process] = []
@@ -127,8 +130,11 @@ class RankProcess:
     def fail(self, error: BaseException) -> NoReturn:
         """Tell why, once for the job, and end with the exit code of the reason."""
         code = exit_code_of(error)
+        lost_peer = is_lost_peer(error)
+        if isinstance(error, ConfigError):
+            error = ConfigError([self._words(p) for p in error.problems])
         patience = 0.0
-        if is_lost_peer(error):
+        if lost_peer:
             self.stopping.asked.wait(PEER_LOSS_SECONDS)
             patience = PEER_LOSS_SECONDS
         else:

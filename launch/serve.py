@@ -33,7 +33,7 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         from launch.serving_rank import ServingRank
 
         env = replace(env, front_end=front_end or env.front_end)
-        rank = ServingRank(check_size(config, env), env)
+        rank = ServingRank(check_size(config, env), env, given.in_users_words)
         rank.run(rank.serve)
         return
     if front_end is None:

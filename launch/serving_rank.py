@@ -7,6 +7,7 @@ the front end drain; the front end stops all ranks. What runs is `moeserve.rank_
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,10 @@ READY, STOP, HURRY = "ready", "stop", "hurry"  # what ranks say to each other th
 
 
 class ServingRank(RankProcess):
-    def __init__(self, config: ServeConfig, env: RankEnv) -> None:
-        super().__init__(config, env)
+    def __init__(
+        self, config: ServeConfig, env: RankEnv, words: Callable[[str], str] = lambda p: p
+    ) -> None:
+        super().__init__(config, env, words)
         self.front_end: FrontEndProcess | None = None
 
     def serve(self, job: Job) -> None:
@@ -43,6 +46,7 @@ class ServingRank(RankProcess):
             "front_end", self.front_end.address if self.front_end else None
         )
         if not address:
+            self.stopping.asked.wait(PEER_LOSS_SECONDS)  # rank 0's end is to be seen first
             self.exit(LOST_PEER)
         run_rank(self.config, job.group, address, builder=build_and_show)
 

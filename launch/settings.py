@@ -7,7 +7,7 @@ all at once. Imports nothing heavy: this is read for `--help`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.naming import Typed
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,6 +117,16 @@ class Given:
     sections: tuple[str, ...]
     without: tuple[str, ...] = ()  # settings of these sections that the command does not use
 
+    def in_users_words(self, problem: str) -> str:
+        """The problem, its settings named as they were given: flags, or the file and its keys."""
+        options = {(f.section, f.field): f for f in FLAGS}
+
+        def option(section: str, field: str, value: object) -> str:
+            flag = options[section, field].option
+            return f"--no-{flag[2:]}" if value is False else flag
+
+        return Typed(option, self.flags, self.checkpoint, self.config).name(problem)
+
     def resolve(self, *, needs_text: bool = False, own: Sequence[str] = ()) -> ServeConfig:
         """Defaults, then the TOML file, then flags. ConfigError lists every problem, those of the
         checkpoint's folder included. needs_text: the command wants a tokenizer. own: problems of
@@ -131,7 +142,7 @@ class Given:
         except ConfigError as error:
             folder = self.checkpoint
             more = [] if folder is None else folder_problems(folder, needs_text=needs_text)
-            raise ConfigError([*own, *error.problems, *more]) from None
+            raise ConfigError([*own, *error.problems, *more, *_between(flags)]) from None
         problems = [*own]
         problems += [
             f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
@@ -145,15 +156,23 @@ class Given:
             problems += folder_problems(config.model.checkpoint, needs_text=needs_text)
         else:
             problems.append(f"model.checkpoint: not given; name {WANTED}")
-        if config.cache.kv_memory is not None and config.cache.kv_tokens is not None:
-            problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
-        for section, field in (("model", "chat_template"), ("parallel", "placement")):
-            file = getattr(getattr(config, section), field)
-            if file is not None and not file.is_file():
-                problems.append(f"{section}.{field}={str(file)!r}: no such file")
+        problems += _between(config.model_dump())
         if problems:
             raise ConfigError(problems)
         return config
+
+
+def _between(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Settings that exclude each other, and files that are not there; by section and field."""
+    problems = []
+    cache = values.get("cache", {})
+    if cache.get("kv_memory") is not None and cache.get("kv_tokens") is not None:
+        problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
+    for section, field in (("model", "chat_template"), ("parallel", "placement")):
+        file = values.get(section, {}).get(field)
+        if file is not None and not Path(file).is_file():
+            problems.append(f"{section}.{field}={str(file)!r}: no such file")
+    return problems
 
 
 def with_settings(
@@ -175,7 +194,10 @@ def with_settings(
             given = Given(
                 arguments.pop("checkpoint"), arguments.pop("config"), values, sections, without
             )
-            command(given=given, **arguments)
+            try:
+                command(given=given, **arguments)
+            except ConfigError as error:
+                raise ConfigError([given.in_users_words(p) for p in error.problems]) from None
 
         own = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY)

@@ -124,14 +124,15 @@ class Fleet:
         assert self.losses
         silent = [x for x in self._suspects if x.kind is LossKind.SILENT]
         if self.num_ranks > 1 and len(silent) == self.num_ranks:
-            return silent[0].rank, f"{silent[0].reason}; all other ranks are gone as well"
+            first = min(silent, key=lambda x: x.rank)
+            return first.rank, f"{first.reason}; all other ranks are gone as well"
         if self._suspects:
             return self._suspects[0].rank, self._suspects[0].reason
         unheard = [x.rank for x in self.ranks if x.rank not in self.losses]
         if len(unheard) == 1:
             return unheard[0], "all other ranks lost their connection to it"
-        first = next(iter(self.losses.values()))
-        return first.rank, first.reason
+        complaint = next(iter(self.losses.values()))
+        return complaint.rank, complaint.reason
 
     @property
     def all_ready(self) -> bool:
