@@ -79,6 +79,24 @@ def test_wrong_values_are_400_and_name_the_field(
     assert error_of(http.post(path, content=b"{nope"), 400)["param"] == "body"
 
 
+def test_all_wrong_fields_are_named_in_one_answer(http: httpx.Client) -> None:
+    body = {"top_p": 7, "stop_token_ids": [640], "prompt": [[641]], "best_of": 3, "seeds": 1}
+    error = error_of(http.post("/v1/completions", json=body), 400)
+    assert error["param"] == "top_p" and error["code"] == "invalid_value"
+    for part in (
+        "5 fields are not valid",
+        "top_p=7 is not valid: must be a number above 0, at most 1",
+        "stop_token_ids=640 is not valid: token ids from 0 to 639",
+        "prompt=641 is not valid: token ids from 0 to 639",
+        "best_of=3 is not valid: the same as n, which is 1",
+        "seeds=1 is not valid: unknown field (did you mean seed?)",
+    ):
+        assert part in error["message"]
+    error = error_of(http.post("/v1/chat/completions", json={"max_tokens": 0}), 400)
+    assert error["param"] == "messages" and "messages is missing" in error["message"]
+    assert "max_tokens=0" in error["message"] and "None" not in error["message"]
+
+
 def test_oversize_prompts_are_400_with_both_numbers(http: httpx.Client) -> None:
     ids = [9] * 500
     error = error_of(http.post("/v1/completions", json={"prompt": ids, "max_tokens": 13}), 400)
