@@ -181,9 +181,12 @@ def read_ids(text: str, problems: list[str]) -> list[int]:
 
 def flat_settings(config: ServeConfig) -> dict[str, Any]:
     """The settings that were given, by their own names, as `LLM` takes them."""
+    from moeserve.config import flat_name
+
     settings: dict[str, Any] = {}
     for section in OFFLINE:
-        settings |= getattr(config, section).model_dump(exclude_unset=True)
+        given = getattr(config, section).model_dump(exclude_unset=True)
+        settings |= {flat_name(section, field): value for field, value in given.items()}
     return {k: v for k, v in settings.items() if k not in ("checkpoint", "ep")}
 
 

@@ -36,7 +36,10 @@ class Flag:
 
     @property
     def option(self) -> str:
-        return "--" + self.field.replace("_", "-")
+        name = self.field.replace("_", "-")
+        if self.section == "rebalance":  # its settings' names say little alone
+            name = "rebalance" if self.field == "enabled" else f"rebalance-{name}"
+        return f"--{name}"
 
     @property
     def switch(self) -> bool:
@@ -82,6 +85,18 @@ FLAGS = (
     Flag("engine", "seed", "N", "Seed of requests that bring none", "0"),
     Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled", "60"),
     Flag("engine", "threads", "N", "Compute threads a rank", "cores / ranks here"),
+    Flag("rebalance", "enabled", "", "Move experts while serving, by itself", "off"),
+    Flag("rebalance", "interval_steps", "N", "Steps between looks at the load", "2000"),
+    Flag("rebalance", "threshold", "X", "Mean over busiest rank load that will do", "0.95"),
+    Flag("rebalance", "min_gain", "X", "Gain of that below which nothing moves", "0.01"),
+    Flag("rebalance", "min_picks", "X", "Picks an expert that a window must have", "16"),
+    Flag("rebalance", "windows", "N", "How many of the last looks are planned for", "1"),
+    Flag("rebalance", "robust", "NAME", "How they join: mean, max, mean+<z>*std", "mean"),
+    Flag("rebalance", "group_policy", "NAME", "Groups of experts: free, node, priced", "free"),
+    Flag("rebalance", "max_moved_slots", "N", "Most slots that change at once"),
+    Flag("rebalance", "max_staging_bytes", "SIZE", "A rank's spare memory", "one layer's slots"),
+    Flag("rebalance", "deadline", "SEC", "Patience with a batch of layers", "60"),
+    Flag("rebalance", "max_rate", "SIZE", "Most bytes a second into a rank", "no limit"),
     Flag("server", "host", "ADDR", "Address to listen on", "127.0.0.1"),
     Flag("server", "port", "N", "Port to listen on; 0 takes any free one", "8000"),
     Flag("server", "max_queue", "N", "Requests in flight before 429", "512"),
@@ -103,7 +118,8 @@ FLAGS = (
 _FOLDER = "Its folder: config.json, *.safetensors, tokenizer.json"
 _CONFIG = "Settings from a TOML file; flags win over it"
 
-OFFLINE = ("model", "parallel", "cache", "schedule", "engine")  # what commands without HTTP use
+# What commands without HTTP use
+OFFLINE = ("model", "parallel", "cache", "schedule", "engine", "rebalance")
 SERVING = (*OFFLINE, "server")
 
 

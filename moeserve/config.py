@@ -176,6 +176,14 @@ class ServeConfig(Section):
         return config
 
 
+def flat_name(section: str, field: str) -> str:
+    """What a setting is called where there are no sections: by its own name, but those of
+    rebalancing, which say little alone, with that in front (`rebalance` is its switch)."""
+    if section != "rebalance":
+        return field
+    return section if field == "enabled" else f"{section}_{field}"
+
+
 def _apply_layout(merged: dict[str, Any]) -> list[str]:
     """Give the settings that a named layout stands for; -> those given otherwise."""
     parallel = merged.get("parallel")

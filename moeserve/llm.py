@@ -22,7 +22,7 @@ import msgspec
 
 from ep.recording import ExpertRecording
 from moeserve.admission import check_request, typed_sampling
-from moeserve.config import ServeConfig
+from moeserve.config import ServeConfig, flat_name
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.folder import folder_problems
@@ -245,12 +245,12 @@ class _Run:
 
 def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> ServeConfig:
     """ServeConfig from flat settings; a field's section is found by its name."""
-    homes: dict[str, str] = {}
+    homes: dict[str, tuple[str, str]] = {}
     for section, info in ServeConfig.model_fields.items():
         if section == "server" or info.annotation is None:
             continue
         for name in info.annotation.model_fields:
-            homes[name] = section
+            homes[flat_name(section, name)] = section, name
     del homes["lockstep_timeout"]  # what /health makes of silence
     unknown = sorted(settings.keys() - homes.keys())
     if unknown:
@@ -263,7 +263,8 @@ def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> Se
         "parallel": {"ep": ep},
     }
     for name, value in settings.items():
-        sections.setdefault(homes[name], {})[name] = value
+        section, field = homes[name]
+        sections.setdefault(section, {})[field] = value
     return ServeConfig.load(None, sections)
 
 
