@@ -130,6 +130,16 @@ def test_missing_toml_file(folder):
         Given(folder, folder / "gone.toml", {}, SERVING).resolve()
 
 
+def test_missing_files_come_with_wrong_values(folder):
+    found = problems(
+        folder,
+        parallel={"ep": "x", "placement": "/gone/p.json"},
+        cache={"kv_memory": "1G", "kv_tokens": "10"},
+    )
+    for part in ("parallel.ep='x'", "'/gone/p.json': no such file", "not both"):
+        assert any(part in line for line in found), (part, found)
+
+
 def test_settings_that_exclude_each_other(folder):
     found = problems(folder, cache={"kv_memory": 1000, "kv_tokens": "10"})
     assert any("not both" in line for line in found)
