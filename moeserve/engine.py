@@ -192,7 +192,7 @@ class Engine:
     # -- rebalancing ---------------------------------------------------------------------------
 
     @property
-    def waits_for_peers(self) -> bool:
+    def is_moving(self) -> bool:
         """A rebalance is under way: it goes on with each step, also with those without work."""
         return self.rebalancer is not None and self.rebalancer.moving
 
@@ -299,6 +299,7 @@ class Engine:
             rank_balance=balance,
             dispatch_bytes=0 if dispatcher is None else dispatcher.stats.bytes_sent,
             rss_bytes=self._process.memory_info().rss,
+            rebalance=None if self.rebalancer is None else self.rebalancer.stats(),
         )
 
     def close(self) -> None:
