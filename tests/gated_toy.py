@@ -72,7 +72,15 @@ def make(
     recorder = StepRecorder(LoadWindow(LAYERS, EXPERTS, steps), rank)
     placement = ExpertPlacement.trivial(LAYERS, EXPERTS, 1 if group is None else group.size)
     runner = ModelRunner(model, pages, cache.tables, recorder)
-    return Engine(runner, Scheduler(cache, limits), group or EPGroup.single(), recorder, placement)
+    info: dict[str, object] = {
+        "placement": {"num_layers": LAYERS},
+        "first_moe_layer": 1,
+        "picks_per_token": TOP,
+        "checkpoint": "gated",
+    }
+    return Engine(
+        runner, Scheduler(cache, limits), group or EPGroup.single(), recorder, placement, info=info
+    )
 
 
 class Twin:
