@@ -22,12 +22,14 @@ from launch.env import ERRORS, FRONT_END, SUPERVISOR, THREADS
 from launch.failure import Failure, first_cause, read
 from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
+from moeserve.errors import ConfigError
 from moeserve.nameless import NamelessFile
 from moeserve.terminal import say
 
 HURRY_SECONDS = 3.0  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
 ORPHAN_SECONDS = 5.0  # what a front end without its rank 0 may take to end its streams
+RANK_BYTES = 100_000_000  # an interpreter with torch and nothing else, of its own
 
 
 def run_job(
@@ -48,6 +50,7 @@ def run_job(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    _check_room(num_ranks)
     # Its warnings tell of signals that we sent and of failures that we report.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     errors = NamelessFile()
@@ -95,6 +98,20 @@ def run_job(
             errors.close()
     stopped = stop.asked.is_set() and not endless
     return Failure(-1, 128 + signal.SIGINT, "stopped before it was done") if stopped else None
+
+
+def _check_room(num_ranks: int) -> None:
+    """So many ranks that their interpreters alone do not fit would take the machine with them."""
+    available = psutil.virtual_memory().available
+    if num_ranks * RANK_BYTES > available:
+        raise ConfigError(
+            [
+                f"parallel.ep={num_ranks}: this command starts all ranks on this machine, whose "
+                f"{available / 1e9:.0f} GB of free memory are too little for more than "
+                f"{max(1, available // RANK_BYTES)}; to use several machines, start "
+                "`torchrun ... -m moeserve` on each"
+            ]
+        )
 
 
 def _rank_environment(front_end: str | None, errors: NamelessFile) -> dict[str, str]:

@@ -148,7 +148,8 @@ class Given:
         checkpoint's folder included. needs_text: the command wants a tokenizer. own: problems of
         the command's own flags, told first."""
         from moeserve.config import ServeConfig
-        from moeserve.folder import WANTED, folder_problems
+        from moeserve.folder import WANTED, folder_problems, read_model
+        from moeserve.model_fit import model_problems
 
         flags = {section: dict(fields) for section, fields in self.flags.items()}
         if self.checkpoint is not None:
@@ -173,6 +174,10 @@ class Given:
         else:
             problems.append(f"model.checkpoint: not given; name {WANTED}")
         problems += _between(config.model_dump())
+        if not problems:
+            model, _ = read_model(config.model.checkpoint)
+            assert model is not None
+            problems += model_problems(config, model)
         if problems:
             raise ConfigError(problems)
         return config

@@ -260,7 +260,7 @@ def config_from(checkpoint: str | Path, ep: int, settings: dict[str, Any]) -> Se
         )
     sections: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": Path(checkpoint)},
-        "parallel": {"ep": ep},
+        "parallel": {} if ep == 1 and settings.get("layout") else {"ep": ep},
     }
     for name, value in settings.items():
         section, field = homes[name]

@@ -18,6 +18,7 @@ from ep.planner import PlanOptions, plan
 from ep.presets import PRESETS, LayoutPreset
 from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig
+from moeserve.model_fit import logical_experts, model_problems
 
 
 def first_placement(
@@ -28,16 +29,11 @@ def first_placement(
     problems: list[str],
 ) -> ExpertPlacement | None:
     """None, and at least one problem more, if there cannot be one."""
-    hosted = config.parallel.shared_expert == "hosted"
-    if hosted and not model.n_shared_experts:
-        problems.append(
-            "parallel.shared_expert='hosted': this model has no shared expert; "
-            "valid is replicated (leave the setting out)"
-        )
+    found = model_problems(config, model)
+    if found:
+        problems += found
         return None
-    experts = model.n_routed_experts + (model.n_shared_experts if hosted else 0)
-    if not _fits_layout(config, model, experts, problems):
-        return None
+    experts = logical_experts(config, model)
     layers, ranks = model.num_placement_layers(with_mtp), config.parallel.ep
     if config.parallel.placement is not None:
         return _given(config, model, experts, layers, group, problems)
@@ -53,7 +49,7 @@ def first_placement(
     preset = PRESETS.get(config.parallel.layout or "")
     if preset is not None:
         return _planned(preset, model, layers, experts, problems)
-    if not hosted:
+    if experts == model.n_routed_experts:
         return ExpertPlacement.trivial(layers, experts, ranks, redundant)
     return place_with_shared(
         layers,
@@ -85,21 +81,6 @@ def _planned(
     except PlanError as error:
         problems.append(f"parallel.layout={preset.name!r}: {error}")
         return None
-
-
-def _fits_layout(
-    config: ServeConfig, model: DeepSeekConfig, experts: int, problems: list[str]
-) -> bool:
-    preset = PRESETS.get(config.parallel.layout or "")
-    if preset is None or preset.num_logical_experts == experts:
-        return True
-    shared = "" if experts == model.n_routed_experts else f" + {model.n_shared_experts} shared"
-    problems.append(
-        f"parallel.layout={preset.name!r}: made for {preset.num_logical_experts} experts a layer "
-        f"({preset.num_slots} slots, {preset.redundant} of them for copies); this model has "
-        f"{model.n_routed_experts}{shared}: give ep, redundant_experts and shared_expert instead"
-    )
-    return False
 
 
 def _given(

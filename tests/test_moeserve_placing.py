@@ -9,6 +9,8 @@ import pytest
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
+from launch.job import run_job
+from launch.settings import SERVING, Given
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
@@ -179,3 +181,17 @@ def test_a_model_that_does_not_fill_a_layout_is_refused(name: str) -> None:
     placement, (problem,) = place(family_config("v3"), layout=name)
     assert placement is None
     assert f"parallel.layout={name!r}: made for" in problem and "this model has 16" in problem
+
+
+def test_what_cannot_fit_is_said_before_any_rank_starts(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the commands, from config.json alone; and so many ranks that memory cannot hold them."""
+    flags = {"parallel": {"layout": "decode-ep320"}}
+    with pytest.raises(ConfigError, match="parallel.layout='decode-ep320': made for 257"):
+        Given(random_checkpoint, None, flags, SERVING).resolve()
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda *_: pytest.fail("ranks started")
+    )
+    with pytest.raises(ConfigError, match="parallel.ep=1000000: .*too little for more than"):
+        run_job(1_000_000, [])
