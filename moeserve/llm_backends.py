@@ -91,6 +91,8 @@ class LocalBackend:
                 self._hear()
         except BaseException:  # Ctrl-C too: leave nothing behind for the next call
             engine.scheduler.fail_all("interrupted")
+            if engine.recorder is not None:
+                engine.recorder.drop_step()
             raise
         finally:
             engine.scheduler.take_outbox()  # ends of requests that were aborted on our behalf
