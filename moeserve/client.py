@@ -22,10 +22,12 @@ from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
 from moeserve.fleet import Fleet, LossKind
 from moeserve.load_desk import LoadDesk
 from moeserve.rank_link import RankLink
+from moeserve.rebalance_desk import RebalanceDesk
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
 from moeserve.streams import Flight, OutputStream
 from moeserve.wire_experts import LoadInterval, LoadReport, PlacementTable, RecordingEnded
+from moeserve.wire_rebalance import RebalanceReport, RebalanceStats
 
 log = logging.getLogger("moeserve.client")
 
@@ -76,6 +78,7 @@ class EngineClient:
         self._stopping = False
         self._link = RankLink(num_ranks, rank_timeout, self._received, self._unreachable)
         self.experts = LoadDesk(num_ranks, self._send, self._info)
+        self.rebalancing = RebalanceDesk(self._send, self._rebalance_stats)
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -196,6 +199,10 @@ class EngineClient:
         for rank in range(self.fleet.num_ranks):
             self._send(rank, wire.ResetPrefixCache())
 
+    def _rebalance_stats(self) -> RebalanceStats | None:
+        stats = self.fleet.ranks[0].stats
+        return None if stats is None else stats.rebalance
+
     def _info(self) -> dict[str, object]:
         """What rank 0 said when it was ready."""
         ready = self.fleet.ranks[0].ready
@@ -286,6 +293,8 @@ class EngineClient:
                     self._output(output)
             case LoadInterval() | PlacementTable() | RecordingEnded() | LoadReport():
                 self.experts.heard(message)
+            case RebalanceReport():
+                self.rebalancing.heard(message)
             case wire.CacheEvents():
                 self._index.changed(rank, message.added, message.removed, message.cleared)
             case wire.Hello() if message.size != self.fleet.num_ranks:
@@ -354,6 +363,7 @@ class EngineClient:
         for request_id in list(self._flights):
             self._end_with_error(request_id, str(self.failed), abort=False)
         self.experts.lost(str(self.failed))
+        self.rebalancing.lost(str(self.failed))
         self._changed.set()
         self.on_rank_died(self.failed)
 

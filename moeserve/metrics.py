@@ -171,6 +171,48 @@ class _FleetCollector(Collector):
             for rank, state in states:
                 counter.add_metric([rank], getattr(state.stats, field))
             yield counter
+        yield from _rebalancing(client)
+
+
+def _rebalancing(client: EngineClient) -> Iterator[Metric]:
+    """Of the whole job, as rank 0 tells it; nothing where experts cannot move."""
+    first = client.fleet.ranks[0].stats
+    stats = None if first is None else first.rebalance
+    if stats is None:
+        return
+    results = CounterMetricFamily(
+        "moeserve_rebalances", "Looks at the expert load, by what came of them", labels=["result"]
+    )
+    for result in ("done", "nothing", "abandoned"):
+        results.add_metric([result], getattr(stats, result))
+    yield results
+    counters = {
+        "moved_slots": "Expert slots that got another expert",
+        "moved_bytes": "Bytes of experts that went from rank to rank",
+        "seconds": "From the step that began a rebalance to the one that ended it",
+        "switch_seconds": "What steps waited while moved experts were put to use",
+        "gather_seconds": "What steps waited while loads were summed over ranks",
+    }
+    for name, text in counters.items():
+        yield CounterMetricFamily(f"moeserve_rebalance_{name}", text, getattr(stats, name))
+    yield GaugeMetricFamily(
+        "moeserve_rebalance_running", "1 while experts move", value=float(stats.state != "idle")
+    )
+    yield GaugeMetricFamily(
+        "moeserve_rebalance_stage_seconds",
+        "How long the stage of a rebalance has lasted; 0 while there is none",
+        value=0.0 if stats.state == "idle" else stats.seconds_in_state,
+    )
+    balance = GaugeMetricFamily(
+        "moeserve_expert_utilisation",
+        "Mean over busiest rank load, mean of layers: at the last look, before and after the last "
+        "plan",
+        labels=["when"],
+    )
+    balance.add_metric(["last"], stats.utilisation)
+    balance.add_metric(["before"], stats.utilisation_before)
+    balance.add_metric(["after"], stats.utilisation_after)
+    yield balance
 
 
 def _balance(client: EngineClient) -> float:

@@ -30,8 +30,10 @@ from moeserve.engine import Engine
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
 from moeserve.peer_loss import is_lost_peer
 from moeserve.request import FinishReason, TokenOutput
+from moeserve.wire_rebalance import Rebalance
 
 IDLE_WAIT = 0.02  # seconds between locksteps when no rank has work; a message ends the wait
+MOVING_WAIT = 0.002  # the same while experts move, which goes on with each lockstep
 ALONE_WAIT = 0.5  # the same for a single rank, which nobody waits for
 STATS_EVERY = 1.0  # seconds at most
 LOAD_EVERY = 5.0  # seconds between reports of expert load (they are longer)
@@ -142,6 +144,8 @@ class RankLoop:
         pause = min(ALONE_WAIT if engine.group.size == 1 else IDLE_WAIT, self._stats_every)
         while not engine.stopped:
             wait = pause if engine.idle and not engine.has_work else 0.0
+            if engine.is_moving:
+                wait = min(wait, MOVING_WAIT)
             for message in self._line.receive(wait):
                 self._handle(message)
             try:
@@ -180,6 +184,8 @@ class RankLoop:
                 engine.stop_recording(recording)
             case wire_experts.AskLoad(ask):
                 self._line.send(engine.load_report(ask))
+            case Rebalance():
+                engine.ask_rebalance(message)
             case wire.Wake():
                 pass  # it has ended the wait
 
@@ -194,6 +200,8 @@ class RankLoop:
             self._line.send(events)
         for report in self._engine.take_load_reports():
             self._line.send(report)
+        for answer in self._engine.take_rebalance_reports():
+            self._line.send(answer)
         now = time.monotonic()
         fell_idle = self._engine.idle and not self._was_idle
         self._was_idle = self._engine.idle

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moeserve import wire_experts
+from moeserve import wire_experts, wire_rebalance
 from moeserve.request import FinishReason, Request, TokenOutput
 
 # ---- front end -> rank ------------------------------------------------------------------------
@@ -43,7 +43,15 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Drop every unreferenced cached block (operators and benchmarks)."""
 
 
-ToRank = Submit | Abort | Wake | Stop | ResetPrefixCache | wire_experts.FromFrontEnd
+ToRank = (
+    Submit
+    | Abort
+    | Wake
+    | Stop
+    | ResetPrefixCache
+    | wire_experts.FromFrontEnd
+    | wire_rebalance.Rebalance
+)
 
 # ---- rank -> front end ------------------------------------------------------------------------
 
@@ -124,6 +132,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     rank_balance: float = 0.0  # max/mean load over ranks, mean over layers, of the last window
     dispatch_bytes: int = 0
     rss_bytes: int = 0
+    rebalance: wire_rebalance.RebalanceStats | None = None  # None: experts cannot move here
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +158,7 @@ ToFrontEnd = (
     | Fatal
     | Stopped
     | wire_experts.FromRank
+    | wire_rebalance.RebalanceReport
 )
 
 
