@@ -15,46 +15,66 @@ from numpy.typing import NDArray
 from ep.balance import table_balance
 from ep.duplicates import part_duplicates
 from ep.eplb import one_node
-from ep.local_search import SlotTable, even_pairs, relieve_busiest
+from ep.local_search import SlotTable, Work, even_pairs, relieve_busiest
 from ep.replicate import FloatArray, IntArray, add_replicas, balance_bound, in_order_sum
 
 # Good enough to stop: a share of the bound.
 _CLOSE = 5e-4
 # A row that is still this far above its bound is worth other numbers of copies.
 _WORTH_A_START = 2e-3
-# The most load a copy has, in mean GPU loads, where a few experts hold most of it.
-_CEILINGS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
+# Other numbers of copies to start from, see `copies_by`.
+_STARTS = ((0.85, 0.97), (0.7, 0.97), (0.5, 0.85), (0.3, 0.85), (0.7, 0.85), (1.0, 0.95))
 _ROUNDING = 1e-9
 _MOST_DUPLICATES = 64  # of a row: more of them are not worth parting one by one
 _PAIR_ROUNDS = 24
-_STEPS = 400
+_STEPS = 300
+# Candidates that searches may look at, a slot (and in all at least): from the first start, and from
+# all others together, of which one gets this part of what is left.
+_FIRST_WORK = 400
+_FEW_SLOTS_WORK = 80  # with two slots a GPU swaps find little, other numbers of copies do
+_OTHER_WORK = 100
+_LEAST_WORK = 2_000_000
+_PART = 0.5
 
 
 def arrange(weights: FloatArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
-    """weights [B, E] >= 0, E <= G * k, k <= E -> table [B, G, k]: no expert twice on a GPU."""
+    """weights [B, E] >= 0, E <= G * k, k <= E -> table [B, G, k]: no expert twice on a GPU. Takes
+    about 3 us a slot on one core."""
     num_slots = num_gpus * slots_per_gpu
     counts, _ = add_replicas(weights, num_slots, num_gpus)
     best = spread(weights, counts, num_gpus, slots_per_gpu)
     if slots_per_gpu == 1 or num_gpus == 1:
         return best
     bound = balance_bound(weights, num_slots, num_gpus, counts)
-    best, balance = _improve(weights, best, bound)
-    for ceiling in _CEILINGS:
+    first, others = (
+        Work(max(_LEAST_WORK, best.size * per_slot))
+        for per_slot in (_FIRST_WORK if slots_per_gpu > 2 else _FEW_SLOTS_WORK, _OTHER_WORK)
+    )
+    best, balance = _improve(weights, best, bound, first)
+    for power, ceiling in _STARTS:
         far = np.flatnonzero(balance > bound + _WORTH_A_START)
-        if not len(far):
+        if not len(far) or others.left <= 0:
             break
-        other, possible = counts_under(weights[far], num_gpus, num_slots, ceiling)
+        other, possible = copies_by(weights[far], num_gpus, num_slots, power, ceiling)
         far = far[possible]
         if not len(far):
             continue
         table = spread(weights[far], other[possible], num_gpus, slots_per_gpu)
-        _keep_better(best, balance, far, *_improve(weights[far], table, bound[far]))
-    _not_below_eplb(weights, num_gpus, best, balance, bound)
+        part = Work(int(others.left * _PART))
+        others.left -= part.left
+        _keep_better(best, balance, far, *_improve(weights[far], table, bound[far], part))
+        others.left += max(part.left, 0)
+    _not_below_eplb(weights, num_gpus, best, balance, bound, Work(_LEAST_WORK))
     return best
 
 
 def _not_below_eplb(
-    weights: FloatArray, num_gpus: int, best: IntArray, balance: FloatArray, bound: FloatArray
+    weights: FloatArray,
+    num_gpus: int,
+    best: IntArray,
+    balance: FloatArray,
+    bound: FloatArray,
+    work: Work,
 ) -> None:
     """Rows where the EPLB-equivalent table is more even start from that one, duplicates parted."""
     rows, gpus, room = best.shape
@@ -65,7 +85,9 @@ def _not_below_eplb(
     table, clean = part_duplicates(weights[worse], table[worse], _MOST_DUPLICATES)
     worse = worse[clean]
     if len(worse):
-        _keep_better(best, balance, worse, *_improve(weights[worse], table[clean], bound[worse]))
+        _keep_better(
+            best, balance, worse, *_improve(weights[worse], table[clean], bound[worse], work)
+        )
 
 
 def spread(weights: FloatArray, counts: IntArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
@@ -90,14 +112,14 @@ def spread(weights: FloatArray, counts: IntArray, num_gpus: int, slots_per_gpu: 
     return table
 
 
-def counts_under(
-    weights: FloatArray, num_gpus: int, num_slots: int, ceiling: float
+def copies_by(
+    weights: FloatArray, num_gpus: int, num_slots: int, power: float, ceiling: float
 ) -> tuple[IntArray, NDArray[np.bool_]]:
-    """(counts [B, E], possible [B]): no more copies of an expert than keep each under ceiling mean
-    GPU loads; what is left over goes to the experts that are on less than a third of the GPUs.
+    """(counts [B, E], possible [B]): first as many copies as keep each at or under ceiling mean GPU
+    loads, then copy after copy to the expert with the largest weight ** power per copy.
 
-    Copies that even out the largest share (`add_replicas`) leave none for the others where one
-    expert has most of the load.
+    `add_replicas` makes the largest shares equal; with a power below 1 the copies of heavy experts
+    stay heavier than those of light ones, so that GPUs can pair unlike shares.
     """
     mean = in_order_sum(weights)[:, None] / num_gpus
     needed = np.ones(weights.shape)
@@ -105,27 +127,41 @@ def counts_under(
     counts = np.clip(np.ceil(needed), 1, num_gpus).astype(np.int64)
     left = num_slots - counts.sum(axis=1)
     possible = left >= 0
-    share = np.where(counts * 3 >= num_gpus, -1.0, weights / counts)
-    share[counts >= num_gpus] = -2.0  # no GPU is left for it
+    worth = _root(weights, power)
+    per_copy = np.where(counts >= num_gpus, -1.0, worth / counts)  # -1: no GPU is left for it
     while True:
         rows = np.flatnonzero(left > 0)
         if not len(rows):
             return counts, possible
-        chosen = share[rows].argmax(axis=1)
+        chosen = per_copy[rows].argmax(axis=1)
         counts[rows, chosen] += 1
         count = counts[rows, chosen]
-        worth = np.where(share[rows, chosen] < 0, -1.0, weights[rows, chosen] / count)
-        share[rows, chosen] = np.where(count >= num_gpus, -2.0, worth)
+        per_copy[rows, chosen] = np.where(count >= num_gpus, -1.0, worth[rows, chosen] / count)
         left[rows] -= 1
 
 
+def _root(weights: FloatArray, power: float) -> FloatArray:
+    """About weights ** power, by square roots and products alone: those round alike everywhere,
+    pow does not."""
+    out = np.ones(weights.shape)
+    root = weights
+    rest = power
+    for _ in range(8):
+        if rest >= 1:
+            out, rest = out * root, rest - 1
+        root, rest = np.sqrt(root), rest * 2
+    return out
+
+
 def _improve(
-    weights: FloatArray, table: IntArray, bound: FloatArray
+    weights: FloatArray, table: IntArray, bound: FloatArray, work: Work
 ) -> tuple[IntArray, FloatArray]:
     slots = SlotTable(weights, table)
     target = slots.mean * bound * (1 + _CLOSE)
-    even_pairs(slots, _PAIR_ROUNDS, target)
-    relieve_busiest(slots, _STEPS, target)
+    # With two slots a GPU, the heaviest-to-lightest start leaves little to gain by swaps.
+    rounds = _PAIR_ROUNDS if table.shape[2] > 2 else _PAIR_ROUNDS // 4
+    even_pairs(slots, rounds, target, work)
+    relieve_busiest(slots, _STEPS, target, work)
     return slots.table, slots.balance()
 
 

@@ -24,6 +24,7 @@ Changed = tuple[IntArray, IntArray, IntArray, IntArray]
 # A move must lower what it looks at by more than the rounding of a few sums.
 _LESS = 1 - 1e-9
 _MANY = 1 << 40
+_PHASES = 3
 # Candidates of one row in one step: keeps a step's memory and time flat where k is large.
 _CANDIDATES = 4096
 
@@ -34,12 +35,6 @@ class Moves:
 
     steps: list[Changed] = field(default_factory=list)
     busiest: list[FloatArray] = field(default_factory=list)  # [B] load, after each step
-
-    def add(self, first: Changed, second: Changed) -> None:
-        rows, gpus, places, experts = (
-            np.concatenate(pair) for pair in zip(first, second, strict=True)
-        )
-        self.steps.append((rows, gpus, places, experts))
 
     def replay(self, table: IntArray, stop: IntArray) -> IntArray:
         """table [B, G, k] as `SlotTable.table` was before; stop [B]: steps that each row takes."""
@@ -129,7 +124,19 @@ class SlotTable:
         self.sum_again(rows)
 
 
-def even_pairs(slots: SlotTable, rounds: int, target: FloatArray) -> None:
+@dataclass
+class Work:
+    """Candidates that a search may still look at: a limit in counts, never in seconds."""
+
+    left: int
+
+    def spend(self, candidates: int) -> bool:
+        """False once nothing is left."""
+        self.left -= candidates
+        return self.left >= 0
+
+
+def even_pairs(slots: SlotTable, rounds: int, target: FloatArray, work: Work) -> None:
     """Busy GPUs swap one slot each with idle ones, all pairs at once. Coarse, and quick.
 
     target [B]: rows whose busiest GPU is at or below it (a load) are left alone.
@@ -139,6 +146,9 @@ def even_pairs(slots: SlotTable, rounds: int, target: FloatArray) -> None:
     active = np.flatnonzero(slots.load.max(axis=1) > target)
     for number in range(rounds):
         if not len(active) or not half:
+            return
+        # Sorting and gathering weigh more than the pairs of slots where those are few.
+        if not work.spend(len(active) * gpus * room * (room + 6)):
             return
         rows = active[:, None]
         load = slots.load[active]
@@ -166,25 +176,36 @@ def even_pairs(slots: SlotTable, rounds: int, target: FloatArray) -> None:
 
 
 def relieve_busiest(
-    slots: SlotTable,
-    steps: int,
-    target: FloatArray,
-    moves: Moves | None = None,
+    slots: SlotTable, steps: int, target: FloatArray, work: Work, moves: Moves | None = None
 ) -> None:
-    """Step by step the busiest GPU of each row: the swap that lowers it most; where no swap does, a
-    slot that passes from one expert to another. A row ends at its target (a load) or when stuck."""
-    active = np.arange(len(slots.load))
-    for _ in range(steps):
-        active = active[slots.load[active].max(axis=1) > target[active]]
-        if not len(active):
+    """Step by step the busiest GPU of each row: the swap that lowers it most, until none does;
+    then slots that pass from one expert to another, until none does; and again. A row ends at its
+    target (a load). Passing many before swapping again finds more than taking turns: copies that
+    are alike are all busiest, and each pass relieves but some."""
+    gpus, room = slots.table.shape[1:]
+    swaps = room * room * min(gpus, _partners(room))
+    passes = room * (gpus * room + slots.weights.shape[1])
+    for _ in range(_PHASES):
+        changed = False
+        for move, candidates in ((_swap_busiest, swaps), (_pass_a_slot, passes)):
+            active = np.arange(len(slots.load))
+            for _ in range(steps):
+                active = active[slots.load[active].max(axis=1) > target[active]]
+                if not len(active) or not work.spend(len(active) * candidates):
+                    break
+                done, change = move(slots, active)
+                active = active[done]
+                if moves is not None and len(active):
+                    moves.steps.append(change)
+                    moves.busiest.append(slots.load.max(axis=1))
+                changed = changed or len(active) > 0
+        if not changed:
             break
-        swapped, swaps = _swap_busiest(slots, active)
-        passed, passes = _pass_a_slot(slots, active[~swapped])
-        if moves is not None:
-            moves.add(swaps, passes)
-            moves.busiest.append(slots.load.max(axis=1))
-        swapped[~swapped] = passed
-        active = active[swapped]
+
+
+def _partners(room: int) -> int:
+    """How many of the idlest GPUs a swap looks at: fewer where a GPU has many slots."""
+    return max(8, _CANDIDATES // (room * room))
 
 
 def _swap_busiest(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed]:
@@ -193,7 +214,7 @@ def _swap_busiest(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Change
     load = slots.load[active]
     busy = load.argmax(axis=1)
     peak = load[at, busy]
-    partners = max(8, _CANDIDATES // (room * room))
+    partners = _partners(room)
     if partners < gpus:
         other = np.argsort(load, axis=1, kind="stable")[:, :partners]
     else:

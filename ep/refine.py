@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ep.grouping import Block
-from ep.local_search import Moves, SlotTable, relieve_busiest
+from ep.local_search import Moves, SlotTable, Work, relieve_busiest
 from ep.replicate import FloatArray, IntArray
 from ep.shapes import BoolArray
 
 _STEPS = 400
+_WORK_PER_SLOT = 600
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,7 @@ def walk(
     first = slots.table.copy()
     moves = Moves()
     busiest = [slots.load.max(axis=1)]
-    relieve_busiest(slots, _STEPS, target, moves)
+    relieve_busiest(slots, _STEPS, target, Work(slots.table.size * _WORK_PER_SLOT), moves)
     rows = np.arange(len(first))[:, None, None]
     layer = block.layer[:, None, None]
     hosted = before[layer, block.gpus[:, :, None], block.experts[:, None, :]]  # [B, H, F]

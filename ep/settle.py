@@ -17,6 +17,7 @@ from ep.balance import gpu_loads
 from ep.fresh import Fresh
 from ep.grouping import Block, free_blocks, groups_that_fit, node_blocks
 from ep.moves import Point, choose, points_of_layer, stops
+from ep.policy import EPLB_MARGIN
 from ep.refine import Walk, carry_over, host_missing, walk
 from ep.relabel import hosts, moved_slots, relabel_gpus
 from ep.replicate import FloatArray, IntArray, in_order_sum
@@ -34,10 +35,10 @@ def settle(
     cap: int | None,
     slack: float,
 ) -> IntArray:
-    """previous [L, G', k'] -> table [L, G, k]: as even as fresh up to slack (and no less even than
-    the EPLB-equivalent, where fresh is not), with few moved slots, at most cap in all."""
+    """previous [L, G', k'] -> table [L, G, k]: near enough to the best (`_goal`), with few moved
+    slots, at most cap in all."""
     mean = in_order_sum(loads) / shape.num_live
-    goal = np.minimum(fresh.balance + slack, np.maximum(fresh.balance, fresh.floor)) * mean
+    goal = _goal(fresh, slack) * mean
     before = hosts(previous, shape.num_gpus, shape.num_experts)
     walks = [
         (layers, walk(block, loads, start, before, goal[block.layer]))
@@ -75,6 +76,16 @@ def settle(
             if chosen[layer].steps is not None:
                 one.block.take([row]).write(made[row : row + 1], table)
     return table
+
+
+def _goal(fresh: Fresh, slack: float) -> FloatArray:
+    """[L]: the balance at which a layer needs no more moves. Slack above the bound where the fresh
+    table is within it, else above the fresh table; but no further above the EPLB-equivalent than
+    leaves the mean of the layers within EPLB_MARGIN of its mean."""
+    near = np.where(fresh.balance <= fresh.bound + slack, fresh.bound, fresh.balance) + slack
+    excess = np.maximum(fresh.balance - fresh.floor, 0.0)
+    room = max(EPLB_MARGIN - float(in_order_sum(excess)) / len(excess), 0.0)
+    return np.maximum(fresh.balance, np.minimum(near, fresh.floor + room))
 
 
 def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray) -> IntArray:
@@ -133,9 +144,9 @@ def _nodes_of_groups(previous: IntArray, shape: Shape, slots: int) -> tuple[IntA
     layers = len(previous)
     per_node = shape.gpus_per_node
     there = hosts(previous, shape.num_gpus, shape.num_experts) & shape.live[:, None]
-    there = there.reshape(layers, shape.num_nodes, per_node, -1).any(axis=2)
-    grouped = there[:, :, : shape.grouped_experts]
-    of_group = grouped.reshape(layers, shape.num_nodes, shape.num_groups, -1).any(axis=3)
+    by_node = there.reshape(layers, shape.num_nodes, per_node, -1).sum(axis=2)
+    grouped = by_node[:, :, : shape.grouped_experts]
+    of_group = grouped.reshape(layers, shape.num_nodes, shape.num_groups, -1).sum(axis=3) > 0
     nodes = of_group.argmax(axis=1)  # [L, g]
     held = (nodes[:, :, None] == np.arange(shape.num_nodes)).sum(axis=1)
     room = groups_that_fit(shape, slots)
@@ -143,5 +154,4 @@ def _nodes_of_groups(previous: IntArray, shape: Shape, slots: int) -> tuple[IntA
         room = np.minimum(room, shape.num_groups // shape.num_nodes)
     alone = (of_group.sum(axis=1) == 1).sum(axis=1) == shape.num_groups
     fits = (held <= room).sum(axis=1) == shape.num_nodes
-    whole: BoolArray = np.logical_and(alone, fits)
-    return nodes, whole
+    return nodes, np.logical_and(alone, fits)
