@@ -171,4 +171,7 @@ def test_every_route_is_in_the_readme_and_says_what_it_does(http: httpx.Client) 
     for path, methods in paths.items():
         for method, about in methods.items():
             assert about["description"], path
-            assert f"{method.upper()} {path.replace('{name}', 'NAME')}`" in readme, path
+            row = f"{method.upper()} {path.replace('{name}', 'NAME')}`"
+            if path.startswith("/experts/"):
+                row = "`/experts/...`"  # as a family
+            assert row in readme, f"README.md, HTTP routes: a row for {method} {path} is missing"
