@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting's flag. default: as shown in the help. A switch is --x/--no-x. A secret may come
-    from the environment: a command line shows in lists of processes."""
+    """One setting's flag. default: as shown in the help. A secret may come from the
+    environment: a command line shows in lists of processes."""
 
     section: str
     field: str
@@ -40,6 +40,12 @@ class Flag:
         if self.section == "rebalance":  # its settings' names say little alone
             name = "rebalance" if self.field == "enabled" else f"rebalance-{name}"
         return f"--{name}"
+
+    @property
+    def declaration(self) -> str:
+        """--x/--no-x for a switch that is on by default; one that is off is only turned on."""
+        both = self.switch and self.default == "on"
+        return f"{self.option}/--no-{self.option[2:]}" if both else self.option
 
     @property
     def switch(self) -> bool:
@@ -233,7 +239,7 @@ def with_settings(
                     f.field,
                     bool if f.switch else str,
                     typer.Option(
-                        f"{f.option}/--no-{f.option[2:]}" if f.switch else f.option,
+                        f.declaration,
                         help=f"{f.help} [dim]\\[default: {f.default}][/]" if f.default else f.help,
                         metavar=None if f.switch else f.metavar,
                         envvar=f.envvar,

@@ -55,6 +55,8 @@ def test_help_names_all_commands_and_imports_nothing_heavy():
 def test_every_command_has_tidy_help(command):
     done = moeserve(*command.split(), "--help")
     assert done.returncode == 0
+    narrow = moeserve(*command.split(), "--help", env={"COLUMNS": "80"})
+    assert "…" not in narrow.stdout, "a flag's name is cut"
     for odd in ("<bool>", "<str>", "<int>", "list[", "no-json", "None", "[dim]", "[/]"):
         assert odd not in done.stdout.replace("URL      <str>", ""), odd
 
