@@ -120,9 +120,10 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
             f"here are {group.ranks_per_node}"
         )
     if config.parallel.shared_expert == "hosted":
-        replicas = placement.replica_count[:, model.n_routed_experts :]
+        copies = int(placement.replica_count[:, model.n_routed_experts :].min())
         notes.append(
-            f"placement: the shared expert lies in slots, {replicas.min()} copies a layer or more"
+            "placement: the shared expert lies in slots, "
+            f"{counted(copies, 'replica')} of it in every layer"
         )
     fingerprint = checkpoint_fingerprint(folder, plan.index.files)
     return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)

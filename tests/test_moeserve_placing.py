@@ -117,7 +117,7 @@ def test_what_a_hosting_engine_says_of_itself(
     assert isinstance(placement, dict) and placement["shared_replicas"] == [3]
     memory = engine.info["memory_bytes"]
     assert isinstance(memory, dict) and "shared_expert" not in memory
-    assert "the shared expert lies in slots, 3 copies" in capsys.readouterr().err
+    assert "the shared expert lies in slots, 3 replicas" in capsys.readouterr().err
     assert engine.stats().expert_shape[1] == 17
     engine.close()
 
