@@ -80,6 +80,9 @@ def check_port(config: ServeConfig) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                wrong = f"server.host={host!r}: is no address of this machine"
+                raise ConfigError([wrong]) from None
             if error.errno == errno.EADDRINUSE:
                 valid = "another process listens there; choose another, or 0 for any free one"
             else:

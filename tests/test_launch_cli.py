@@ -128,6 +128,11 @@ def test_host_that_does_not_resolve(folder):
     assert done.returncode == 2 and "--host 'no-such-host.invalid'" in done.stderr
 
 
+def test_host_of_another_machine(folder):
+    done = moeserve("serve", str(folder), "--host", "192.0.2.1")
+    assert done.returncode == 2 and "--host '192.0.2.1': is no address" in done.stderr
+
+
 def test_ep_must_equal_torchruns_world_size(folder):
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
