@@ -61,7 +61,7 @@ def probe_all(group: Any, config: DispatchConfig) -> dict[str, Probe]:
 def create_dispatcher(
     name: str, group: Any, config: DispatchConfig, **hooks: Any
 ) -> DispatcherChoice:
-    """The named backend, opened. "auto": local on one rank, torch otherwise.
+    """The named backend, ready. "auto": local on one rank, torch otherwise.
 
     hooks go to the backend's constructor (combine_form, combine_pairs). DispatchError if the name
     is unknown or the backend refuses: nothing else is tried in its place.

@@ -59,7 +59,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """What a backend must know before it is opened. max_tokens_per_rank bounds T of any step."""
+    """What a backend must know when it is made. max_tokens_per_rank bounds T of any step."""
 
     hidden_size: int
     top_k: int
@@ -91,7 +91,7 @@ class Handle(Protocol):
 
 @dataclass
 class DispatchStats:
-    """Running totals for metrics and load recording (reset by the reader)."""
+    """For metrics and load recording: totals since the start, where not said otherwise."""
 
     rows_sent_to_rank: list[int] = field(default_factory=list)  # [R] rows, last dispatch
     bytes_sent: int = 0  # all that was sent to other ranks: counts, rows, padding, results
@@ -118,7 +118,7 @@ class Dispatcher(Protocol):
 
     @staticmethod
     def plan(group: Any, config: DispatchConfig) -> int:
-        """Bytes of buffers that `open` will hold on this rank."""
+        """Bytes of buffers that a dispatcher made of these will hold on this rank."""
         ...
 
     def set_step_bound(self, max_tokens: int | None) -> None:

@@ -43,6 +43,8 @@ from dispatch.base import (
 )
 from dispatch.combine import CombinePairs
 from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
+from dispatch.permute import to_row_major
+from dispatch.route import count_picks
 from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan
 from ep.group import EPGroup
 
@@ -168,7 +170,7 @@ class CollectiveDispatcher:
                 for part, own in zip(parts, flight.own, strict=True)
             )
         slots = slots.to(torch.int32)
-        counts = torch.bincount(slots.reshape(-1) + 1, minlength=self.num_local_experts + 1)[1:]
+        counts = count_picks(slots, self.num_local_experts)
         flight.slots = slots
         flight.sent = flight.arriving = flight.own = flight.work = None
         flight.state = HandleState.RECEIVED
@@ -184,8 +186,7 @@ class CollectiveDispatcher:
         if self.combine_form is CombineForm.PAIRS:
             send_counts = _pairs_by_source(slots, flight.row_counts)
             if index is not None:
-                flat = index.reshape(-1)
-                y = y.index_select(0, flat[flat >= 0])
+                y = to_row_major(y, index)
                 if y.shape[0] != sum(send_counts):
                     raise DispatchError(
                         f"index: {y.shape[0]} valid pairs; must be {sum(send_counts)}, as received"

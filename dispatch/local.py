@@ -33,6 +33,7 @@ from dispatch.handles import (
     check_slots,
     pair_index,
 )
+from dispatch.route import count_picks
 
 
 class LocalDispatcher:
@@ -84,8 +85,11 @@ class LocalDispatcher:
     def dispatch_finish(self, handle: Handle) -> Received:
         handle = self._expect(handle, HandleState.SENT)
         handle.state = HandleState.RECEIVED
-        flat = handle.slots.reshape(-1)
-        counts = torch.bincount(flat + 1, minlength=self.config.num_physical_experts + 1)[1:]
+        try:
+            counts = count_picks(handle.slots, self.config.num_physical_experts)
+        except RuntimeError:
+            check_slots(self.config, handle.slots)
+            raise
         if counts.shape[0] != self.config.num_physical_experts:  # free, where a range check is not
             check_slots(self.config, handle.slots)
         self.stats.calls += 1

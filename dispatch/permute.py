@@ -48,9 +48,10 @@ def permute(slots: Tensor, counts: Tensor) -> Permutation:
     return Permutation(pair_rows, offsets, index.view(slots.shape))
 
 
-def to_row_major(y: Tensor, permutation: Permutation) -> Tensor:
-    """y [Q, D] in sorted order -> [Q, D] in row-major order of valid pairs (the PAIRS form)."""
-    flat = permutation.index.reshape(-1)
+def to_row_major(y: Tensor, index: Tensor) -> Tensor:
+    """y [Q, D] in any order, index [N, K] as in Permutation -> [Q, D] in row-major order of valid
+    pairs (the PAIRS form)."""
+    flat = index.reshape(-1)
     return y.index_select(0, flat[flat >= 0])
 
 

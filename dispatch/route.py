@@ -85,13 +85,7 @@ def route(ids: Tensor, table: RoutingTable, keys: Tensor | None = None) -> Tenso
     return table.slots[ids, replica]
 
 
-def local_slots(slots: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """slots [...] physical -> the rank's own local slot index 0..e-1, or -1 if not of this rank."""
-    local = slots - rank * num_local_experts
-    mine = (local >= 0) & (local < num_local_experts) & (slots >= 0)
-    return torch.where(mine, local, -1)
-
-
 def count_picks(ids: Tensor, num_experts: int) -> Tensor:
-    """ids [T, K] with -1 for masked -> [E] int64: picks of each logical expert."""
+    """ids [T, K], experts or slots, -1 for masked -> [E] int64: picks of each. Longer than E where
+    an id lies beyond; RuntimeError where one lies below -1."""
     return torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:]

@@ -18,6 +18,7 @@ import dispatch.collective
 from dispatch import create_dispatcher
 from dispatch.base import CombineForm, DispatchError, HandleError
 from dispatch.collective import CollectiveDispatcher
+from dispatch.local import LocalDispatcher
 from dispatch.selfcheck import differences, make_case, outputs, random_placement, run_case
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
@@ -96,6 +97,17 @@ def test_a_rank_that_refuses_stops_all_at_the_same_place(world: World, bound: in
         "DispatchError: x: 65 tokens; at most max_tokens_per_rank=64",
     )
     assert [m[: len(w)] for m, w in zip(second, wanted, strict=True)] == list(wanted)
+
+
+@pytest.mark.parametrize("slot", [-2, 4])
+def test_one_rank_refuses_slots_out_of_range(slot: int) -> None:
+    config = config_for(ExpertPlacement.trivial(1, 4, 1))
+    d = LocalDispatcher(EPGroup.single(), config)
+    slots = torch.tensor([[0, 3, slot]], dtype=torch.int32)
+    with pytest.raises(DispatchError, match="slots: .*valid are -1 .masked. and 0..3"):
+        d.dispatch_finish(
+            d.dispatch_start(torch.zeros(1, 6, dtype=config.dtype), slots, torch.ones(1, 3))
+        )
 
 
 def test_more_tokens_than_agreed_are_refused(world: World) -> None:

@@ -36,7 +36,7 @@ def test_row_major_order_comes_back(rows: int, top_k: int, local: int, seed: int
     valid = slots >= 0
     sorted_slots = torch.repeat_interleave(torch.arange(local), p.offsets.diff())
     y = torch.stack([p.pair_rows.long(), sorted_slots], 1).float()
-    back = to_row_major(y, p)
+    back = to_row_major(y, p.index)
     expected = torch.stack([valid.nonzero()[:, 0], slots[valid].long()], 1).float()
     assert torch.equal(back, expected)
 

@@ -38,7 +38,8 @@ def naive_from(config: DeepSeekConfig) -> int:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one step's rows are attended: rows [T'] of `batch` that `part` covers, or all of them."""
+    """Which of a step's sequences attend in which form, each part as a batch of its own, with the
+    rows [T'] of the whole batch that it covers; a part that is None has no sequences."""
 
     absorbed: ForwardBatch | None
     absorbed_rows: Tensor | None  # None: all rows
