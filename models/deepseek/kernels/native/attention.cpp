@@ -239,7 +239,8 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
         long to = std::min(from + PANEL, (head + heads) * per_head);
         rows_by_columns<T>(latents, begin, end, kv_b, from, to,
                            [&](long r, long n0, long count, const float* c) {
-                             store_row(expanded + r * wide + n0 - head * per_head, c, count);
+                             store_row_of(expanded + r * wide + n0 - head * per_head, wide, end - r,
+                                          c, count);
                            });
       });
       total = 0;

@@ -119,7 +119,7 @@ void experts(const T* x, long x_rows, long x_stride, const int32_t* pair_rows,
         ahead = bundle.down(slot_words(segments[size_t(next / columns)].slot)).panel(next % columns);
       rows_by(middle, s.begin, s.end, down, p, down.panel(p), 0, int(width / LANES), ahead,
               down.panel_words(p), [&](long r, const float* c) {
-                store_row(out + r * bundle.hidden + p * PANEL, c, count);
+                store_row_of(out + r * bundle.hidden + p * PANEL, bundle.hidden, s.end - r, c, count);
               });
     });
   });

@@ -170,6 +170,17 @@ template <class Out> void store_row(Out* out, const float* c, long n) {
   if (i < n) store_n(out + i, load(c + i), int(n - i));
 }
 
+// The same for one row of an output whose rows are `stride` apart, `left` of them from this one on.
+// The place of the row that the next tile stores is asked for: rows lie so far apart that hardware
+// fetches nothing by itself, and a tile over a short K ends before its lines have come.
+template <class Out>
+void store_row_of(Out* out, long stride, long left, const float* c, long n) {
+  store_row(out, c, n);
+  if (left <= MAX_ROWS) return;
+  const char* coming = reinterpret_cast<const char*>(out + MAX_ROWS * stride);
+  for (long i = 0; i < n * long(sizeof(Out)); i += 64) prefetch_write(coming + i);
+}
+
 // Rows whose words would run past their end (an odd number of brain floats) are copied first.
 template <class T> const T* padded_rows(const T* x, long rows, long k, long& stride, Scratch& s) {
   if (per_word<T>() == 1 || k % 2 == 0) return x;

@@ -31,7 +31,7 @@ void linear(const T* x, long x_stride, long rows, const Panels<T, W>& w, Out* ou
       const word* ahead = next < 0 ? nullptr : w.panel(next % panels);
       rows_by(in, begin, end, w, p, w.panel(p), 0, int(width / LANES), ahead,
               w.panel_words(next < 0 ? p : next % panels), [&](long r, const float* c) {
-                store_row(out + r * out_stride + p * PANEL, c, count);
+                store_row_of(out + r * out_stride + p * PANEL, out_stride, end - r, c, count);
               });
     });
   });
@@ -94,7 +94,7 @@ void mlp(const T* x, long x_stride, long rows, const Panels<T, W>& gate_up,
       const word* ahead = next < 0 ? nullptr : down.panel(next % columns);
       rows_by(middle, begin, end, down, p, down.panel(p), 0, int(width / LANES), ahead,
               down.panel_words(p), [&](long r, const float* c) {
-                store_row(out + r * down.n + p * PANEL, c, count);
+                store_row_of(out + r * down.n + p * PANEL, down.n, end - r, c, count);
               });
     });
   });
@@ -128,7 +128,7 @@ void per_head(const T* x, long t_stride, long h_stride, long rows, long heads, c
       long to = chunk + 1 == chunks ? (h + 1) * b : from + PANEL;
       rows_by_columns(in, 0, end - begin, w, from, to,
                       [&](long r, long n0, long count, const float* c) {
-                        store_row(out + (begin + r) * w.n + n0, c, count);
+                        store_row_of(out + (begin + r) * w.n + n0, w.n, end - begin - r, c, count);
                       });
     }
   });

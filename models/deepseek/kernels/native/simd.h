@@ -61,6 +61,7 @@ inline float widen(bf16 x) {
 inline float widen(float x) { return x; }
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }       // into level 2
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into level 1
 
 #if USE_AVX512
