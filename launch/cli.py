@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from launch.experts import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
 
 EXIT_CODES = (
@@ -251,6 +252,9 @@ def bench(
     from launch.bench import Bench
 
     Bench(batch, prompt_length, output_length, prefill_length, repeat).run(given)
+
+
+app.add_typer(experts_app)
 
 
 @app.command(cls=Command)

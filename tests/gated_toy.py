@@ -6,7 +6,10 @@ Shared by the tests of load recording, which import it by name.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +22,12 @@ from moeserve.cache import BlockCache
 from moeserve.collector import RecordingCollector
 from moeserve.engine import Engine
 from moeserve.plan import StepPlan
+from moeserve.rank_loop import run_rank
 from moeserve.recorder import StepRecorder
 from moeserve.request import Request, SamplingParams
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
+from moeserve.server.rehearsal import Rehearsal
 from moeserve.toy_model import ToyModel
 
 LAYERS, EXPERTS, TOP = 3, 7, 2
@@ -146,3 +151,30 @@ def collect(engine: Engine, collector: RecordingCollector) -> None:
         message = wire.decode_to_front_end(wire.encode(report))
         assert isinstance(message, type(report))
         collector.heard(message)  # type: ignore[arg-type]
+
+
+class RealRank:
+    """run_rank in a thread, in place of a fake one."""
+
+    def __init__(self, job: Rehearsal, address: str) -> None:
+        self.engine: Engine
+        self.twin: Twin
+        arguments = (job.config, EPGroup.single(), address, self._build)
+        self._thread = threading.Thread(target=run_rank, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _build(self, config: Any, group: EPGroup, progress: Any) -> Engine:
+        self.engine = make(blocks=200)
+        self.twin = Twin(self.engine)
+        return self.engine
+
+    def die(self) -> None:
+        self.engine.request_stop(drain=False)
+        self._thread.join(10)
+
+
+def real_job(folder: Path) -> Rehearsal:
+    """The HTTP server with one rank that computes; `ranks[0].twin` counts what it computes."""
+    rehearsal = Rehearsal(folder, max_model_len=128)
+    rehearsal._make_rank = lambda rank, address: RealRank(rehearsal, address)  # type: ignore
+    return rehearsal

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gated_toy import EXPERTS, LAYERS, TOP, Twin, make
+from gated_toy import EXPERTS, LAYERS, TOP, real_job
 
-from ep.group import EPGroup
 from ep.recording import ExpertRecording
-from moeserve.engine import Engine
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.load_desk import LoadDesk, RecordingConflict
-from moeserve.rank_loop import run_rank
 from moeserve.server.rehearsal import Rehearsal, write_tokenizer
 from moeserve.wire_experts import RecordingEnded, StartRecording, StopRecording
 
@@ -31,31 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class RealRank:
-    """run_rank in a thread, in place of a fake one."""
-
-    def __init__(self, job: Rehearsal, address: str) -> None:
-        self.engine: Engine
-        self.twin: Twin
-        arguments = (job.config, EPGroup.single(), address, self._build)
-        self._thread = threading.Thread(target=run_rank, args=arguments, daemon=True)
-        self._thread.start()
-
-    def _build(self, config: Any, group: EPGroup, progress: Any) -> Engine:
-        self.engine = make(blocks=200)
-        self.twin = Twin(self.engine)
-        return self.engine
-
-    def die(self) -> None:
-        self.engine.request_stop(drain=False)
-        self._thread.join(10)
-
-
 @pytest.fixture
 def job(folder: Path) -> Iterator[Rehearsal]:
-    rehearsal = Rehearsal(folder, max_model_len=128)
-    rehearsal._make_rank = lambda rank, address: RealRank(rehearsal, address)  # type: ignore
-    with rehearsal as running:
+    with real_job(folder) as running:
         yield running
 
 
