@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+from launch.commands import Command, Group
 from launch.experts import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
 
@@ -23,28 +23,6 @@ EXIT_CODES = (
 )
 INTERRUPTED = 130
 PROMPTS, SAMPLING, ANSWER = "Prompts", "Sampling", "Answer"  # panels of `generate --help`
-
-
-def _without_bool(parameters: list[Any]) -> list[Any]:
-    # A switch takes no value: typer would show one, <bool>.
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = " "
-    return parameters
-
-
-class Command(TyperCommand):
-    """A command whose switches are shown without a value."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_bool(super().get_params(ctx))
-
-
-class Group(TyperGroup):
-    """The same for the flags before a command."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_bool(super().get_params(ctx))
 
 
 app = typer.Typer(
