@@ -233,7 +233,7 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         "checkpoint": start.fingerprint,
         "placement": start.placement.fingerprint,
         # Another instruction set sums in another order: law 5 would not hold between such hosts.
-        "kernels": start.kernels.reason if config.engine.deterministic else "any",
+        "kernels": start.kernels.numerics if config.engine.deterministic else "any",
         "dtype": str(start.dtype),
         "torch": torch.__version__,
     }

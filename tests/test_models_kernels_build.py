@@ -107,6 +107,7 @@ def test_a_library_of_a_compiler_that_is_gone_serves(
         choice = create_kernels(name)
         assert isinstance(choice.kernels, NativeKernels)
         assert choice.reason.startswith(f"kernels: native ({native.description}; compiled earlier")
+        assert choice.numerics == f"native {native.build}", "such hosts may serve with others"
         assert "no C++ compiler found" in choice.reason and "\n" not in choice.reason
     x, w = torch.randn(3, 70), torch.randn(9, 70)
     got, want = (k.linear(x, k.linear_weight(w, torch.float32)) for k in (choice.kernels, native))

@@ -34,7 +34,7 @@ class NativeKernels(NativeDense, NativeExperts, NativeAttention):
     def __init__(self, defines: tuple[str, ...] = ()) -> None:
         """Raises KernelsUnavailable. `defines` (native/simd.h) leave out instruction sets."""
         super().__init__(open_library(defines))
-        self.description = self.library.description
+        self.description, self.build = self.library.description, self.library.build
         self.fp8_is_fast = bool(self.library.fp8_is_fast())
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:

@@ -68,13 +68,12 @@ def check(code: int) -> None:
 
 
 class NativeLibrary:
-    """ms_<name> as attribute <name>; `description` says instruction set and compiler."""
+    """ms_<name> as attribute <name>. build: instruction set and compiler, which decide the bits of
+    results; description: that, and what else there is to say of it."""
 
-    description: str
-
-    def __init__(self, functions: dict[str, Callable[..., Any]], description: str) -> None:
+    def __init__(self, functions: dict[str, Callable[..., Any]], build: str, remark: str) -> None:
         self.__dict__.update(functions)
-        self.description = description
+        self.build, self.description = build, build + remark
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"the native library has no function {name}")
@@ -99,4 +98,4 @@ def load_library(library: Library) -> NativeLibrary:
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"{library.path.name} cannot be used: {error}") from error
     instructions = functions["instruction_set"]().decode()
-    return NativeLibrary(functions, f"{instructions}, {library.compiler}{library.remark}")
+    return NativeLibrary(functions, f"{instructions}, {library.compiler}", library.remark)

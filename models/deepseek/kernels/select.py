@@ -21,6 +21,11 @@ class KernelChoice(NamedTuple):
     kernels: Kernels
     reason: str
 
+    @property
+    def numerics(self) -> str:
+        """What decides the bits of results: ranks with the same give the same tokens (law 5)."""
+        return f"{self.kernels.name} {getattr(self.kernels, 'build', '')}".strip()
+
 
 def create_kernels(name: str = "auto") -> KernelChoice:
     """auto: native when it builds on this machine, else torch.
