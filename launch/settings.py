@@ -70,7 +70,7 @@ FLAGS = (
         "replicated",
     ),
     Flag(
-        "parallel", "layout", "NAME", "decode-ep320, prefill-ep32 or decode-ep144: sets the above"
+        "parallel", "layout", "NAME", "prefill-ep32, decode-ep144 or decode-ep320: sets the above"
     ),
     Flag("parallel", "dispatch", "NAME", "How tokens travel", "auto"),
     Flag("cache", "block_size", "N", "Tokens a KV block", "16"),

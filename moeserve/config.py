@@ -193,7 +193,7 @@ def _apply_layout(merged: dict[str, Any]) -> list[str]:
     assert isinstance(parallel, dict)
     means = {
         "ep": preset.num_gpus,
-        "redundant_experts": preset.redundant,
+        "redundant_experts": preset.num_redundant,
         "shared_expert": preset.shared,
     }
     problems = [

@@ -31,6 +31,6 @@ def model_problems(config: ServeConfig, model: DeepSeekConfig) -> list[str]:
     shared = "" if experts == model.n_routed_experts else f" + {model.n_shared_experts} shared"
     return [
         f"parallel.layout={preset.name!r}: made for {preset.num_logical_experts} experts a layer "
-        f"({preset.num_slots} slots, {preset.redundant} of them for copies); this model has "
+        f"({preset.num_slots} slots, {preset.num_redundant} of them for copies); this model has "
         f"{model.n_routed_experts}{shared}: give ep, redundant_experts and shared_expert instead"
     ]

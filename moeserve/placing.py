@@ -8,14 +8,16 @@ Shape letters: L layers, E routed experts, n pieces of the shared expert, P slot
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ep.group import EPGroup
 from ep.host_shared import place_with_shared
 from ep.placement import ExpertPlacement, PlacementError
 from ep.plan_loads import PlanError
-from ep.planner import PlanOptions, plan
-from ep.presets import PRESETS, LayoutPreset
+from ep.planner import plan
+from ep.presets import PRESETS, Layout
 from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig
 from moeserve.model_fit import logical_experts, model_problems
@@ -62,21 +64,20 @@ def first_placement(
 
 
 def _planned(
-    preset: LayoutPreset, model: DeepSeekConfig, layers: int, experts: int, problems: list[str]
+    preset: Layout, model: DeepSeekConfig, layers: int, experts: int, problems: list[str]
 ) -> ExpertPlacement | None:
     """By the planner, as if routing were uniform: by nodes and groups as the layout says."""
     routed = model.n_routed_experts
     loads = np.full((layers, experts), model.num_experts_per_tok / routed)
     loads[:, routed:] = 1.0  # every token
-    options = PlanOptions(group_policy=preset.group_policy, num_ungrouped=experts - routed)
     try:
         return plan(
             loads,
             num_gpus=preset.num_gpus,
             num_slots_per_gpu=preset.slots_per_gpu,
-            num_nodes=preset.num_gpus // preset.gpus_per_node,
+            num_nodes=preset.num_nodes,
             num_groups=model.n_group,
-            options=options,
+            options=replace(preset.options(), num_ungrouped=experts - routed),
         ).placement
     except PlanError as error:
         problems.append(f"parallel.layout={preset.name!r}: {error}")

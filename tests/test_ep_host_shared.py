@@ -69,7 +69,7 @@ def test_presets_are_those_of_the_sources() -> None:
         PRESETS[name] for name in ("decode-ep320", "prefill-ep32", "decode-ep144")
     )
     assert (decode.num_slots, decode.num_logical_experts, decode.shared) == (320, 257, "hosted")
-    assert (prefill.num_slots, prefill.slots_per_gpu, prefill.redundant) == (288, 9, 32)
+    assert (prefill.num_slots, prefill.slots_per_gpu, prefill.num_redundant) == (288, 9, 32)
     assert (wide.num_slots, wide.slots_per_gpu, wide.num_gpus) == (288, 2, 144)
     for name, preset in PRESETS.items():
         assert preset.name == name and preset.num_gpus % preset.gpus_per_node == 0

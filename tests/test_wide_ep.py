@@ -123,7 +123,7 @@ def test_the_320_gpu_layout_says_what_one_rank_says(
     assert placement is not None
     assert placement.num_local_experts == PRESET.slots_per_gpu == 1
     assert placement.replica_count[0, 256] > 1 and placement.num_empty_slots == 0
-    assert PRESET.num_gpus - 256 == 64 == PRESET.redundant + 1
+    assert PRESET.num_gpus - 256 == 64 == PRESET.num_redundant + 1
 
     # Headers and names are the same for all ranks: read once.
     index, names = SafetensorsIndex.open(tmp_path), expected_tensors(model)
