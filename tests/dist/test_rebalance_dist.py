@@ -6,7 +6,11 @@ One set of processes goes through all cases. Run as a script this file is the ra
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gloo_ranks import ROOT, fork_ranks, run_ranks
+from gloo_ranks import ROOT, fork_ranks, run_ranks, script_environment
 
 from ep.bundle_source import BundleSource
 from ep.group import EPGroup
@@ -30,6 +34,7 @@ from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import gather_objects
+from moeserve.peer_loss import is_lost_peer
 from moeserve.rebalancer import Rebalancer
 from moeserve.request import Request, SamplingParams
 from moeserve.wire_rebalance import Rebalance
@@ -40,6 +45,7 @@ CASES = (
     ("v3", "bfloat16", 3, "hosted"),
     ("bundled", "bfloat16", 3, "replicated"),
 )
+BUNDLED = "/".join(map(str, CASES[2]))
 DEADLINE = 1.5  # seconds, in the cases that wait for it
 
 
@@ -60,7 +66,7 @@ def test_experts_move_while_tokens_stay(num_ranks: int, tmp_path: Path) -> None:
         assert len({r["generation"] for r in rows}) == 1 and rows[0]["generation"] > 3
         assert rows[0]["results"] == ["done"] * rows[0]["done"]
         assert sum(r["emptied"] for r in rows) > 0 or "/0/" in case
-    for name in FAULTS:
+    for name in first["faults"]:
         rows = [report["faults"][name] for report in reports]
         for row in rows:
             assert row["moved"] == row["plain"], f"{name}: a token changed"
@@ -72,6 +78,29 @@ def test_experts_move_while_tokens_stay(num_ranks: int, tmp_path: Path) -> None:
         assert len({row["generation"] for row in rows}) == 1, name
         lines = [line for row in rows for line in row["lines"] if "abandoned" in line]
         assert len(lines) == 1 and FAULTS[name] in lines[0], name
+
+    auto = [report["auto"] for report in reports]
+    plain = {k: v for report in reports for k, v in report["moves"][BUNDLED]["plain"].items()}
+    assert {k: v for row in auto for k, v in row["moved"].items()} == plain
+    assert all(row["wrong_slots"] == row["abandoned"] == 0 for row in auto)
+    assert len({(row["done"], row["generation"]) for row in auto}) == 1 and auto[0]["done"] >= 2
+    assert auto[0]["after"] > auto[0]["before"] > 0
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_while_it_sends_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The job ends as for any lost rank: the others' next step raises, and they can close."""
+    run = subprocess.run(
+        [sys.executable, __file__, "2", str(tmp_path)],
+        env=script_environment() | {"DIES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == signal.SIGKILL, run.stdout + run.stderr
+    left = json.loads((tmp_path / "left.json").read_text())
+    assert left["lost_peer"] and left["sent"] == "moving", left
 
 
 def _counts(row: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +252,8 @@ def run_case(
         "reports": results,
         "results": [r[0] for r in results],
         "emptied": sum(row.count(EMPTY) for row in local),
-        "state": stats.state,
+        "before": stats.utilisation_before,
+        "after": stats.utilisation_after,
     }
 
 
@@ -278,10 +308,44 @@ def break_it(name: str, engine: Engine) -> Undo:
     return undo
 
 
+def by_itself(group: EPGroup, folder: Path) -> dict[str, Any]:
+    """It looks before every step and moves for any gain; 16 redundant experts."""
+    eager = {"enabled": True, "interval_steps": 1, "threshold": 1.0, "min_gain": 0, "min_picks": 0}
+    engine = load(folder, ("bundled", "bfloat16", 16, "replicated"), group, [], **eager)
+    asked = requests(engine.runner.model.config.vocab_size)  # type: ignore[attr-defined]
+    mine = [r for i, r in enumerate(asked) if i % group.size == group.rank]
+    wanted = contents(engine)
+    moved = serve(engine, mine, lambda: not engine.is_moving)["tokens"]
+    row = run_case(engine, [], 0, wanted) | {"moved": moved}
+    engine.close()
+    return row
+
+
+def die_while_sending(group: EPGroup, folder: Path) -> None:
+    """Rank 1 kills itself at the first bundle it is asked for."""
+    engine = load(folder, CASES[0], group, [])
+    rebalancer = engine.rebalancer
+    assert rebalancer is not None
+    if group.rank == 1:
+        BundleSource._payload = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+    mine = requests(engine.runner.model.config.vocab_size)[group.rank :: 2]  # type: ignore
+    try:
+        serve(engine, mine, asking(engine, 1, []))
+    except Exception as error:
+        stage = rebalancer.stats().state
+        engine.close()
+        said = {"lost_peer": is_lost_peer(error), "sent": stage, "error": str(error)}
+        (folder / "left.json").write_text(json.dumps(said))
+        os._exit(0)
+    raise AssertionError("nobody died")
+
+
 def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
+    if "DIES" in os.environ:
+        die_while_sending(group, folder)
     report: dict[str, Any] = {"moves": {}, "faults": {}}
     never: Callable[[], bool] = lambda: True  # noqa: E731
-    for case in CASES:
+    for case in CASES if group.size == 2 else CASES[1:]:
         lines: list[str] = []
         engine = load(folder, case, group, lines)
         asked = requests(engine.runner.model.config.vocab_size)  # type: ignore[attr-defined]
@@ -293,7 +357,9 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
         row |= {"plain": plain["tokens"], "steps": [plain["steps"], row["run_steps"]]}
         report["moves"]["/".join(map(str, case))] = row
         engine.close()
-    for name in FAULTS:
+    report["auto"] = by_itself(group, folder)
+    # Four ranks share two cores here: what does not depend on their number is left to two.
+    for name in FAULTS if group.size == 2 else ("stalled source", "another digest"):
         lines = []
         engine = load(folder, CASES[0], group, lines, deadline=DEADLINE)
         asked = requests(engine.runner.model.config.vocab_size)  # type: ignore[attr-defined]
