@@ -23,9 +23,9 @@ As a command, for a launcher that starts processes and not functions:
 
     python -m moeserve.frontend --config CONFIG.json --num-ranks N --bind-host H [--announce-fd FD]
 
-CONFIG.json is `ServeConfig.model_dump_json()`. Each announcement is one line of JSON on FD (default
-1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...}; wrong settings are
-announced as "failed" too (one problem a line). Exit codes are as above.
+CONFIG.json is `ServeConfig.model_dump_json(exclude_unset=True)`. Each announcement is one line of
+JSON on FD (default 1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...};
+wrong settings are announced as "failed" too (one problem a line). Exit codes are as above.
 """
 
 from __future__ import annotations

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
+from launched import LIMIT, ROOT, Running
 
 pytestmark = pytest.mark.dist
-
-ROOT = Path(__file__).parents[2]
-LIMIT = 90  # seconds for anything that is waited for; reached only by failures
 
 # Put in place of the two modules that launch starts (see moeserve/rank_loop.py, frontend.py).
 STAND_INS = '''
@@ -85,59 +82,6 @@ sys.meta_path.insert(0, Finder())
 '''
 
 
-class Running:
-    """A started command, its output so far, and everything it started."""
-
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        self.output: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-        )
-        self.tree: list[psutil.Process] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.output.extend(self.process.stdout)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.output)
-
-    def wait_for(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not done():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.text}"
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.02)
-        self.tree = psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self) -> int:
-        """Its exit code; everything that it started must be gone a moment later."""
-        code = self.process.wait(LIMIT)
-        _, alive = psutil.wait_procs(self.tree, timeout=10)
-        assert not alive, f"still there: {alive}\n{self.text}"
-        self._reader.join()
-        return code
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.tree += psutil.Process(self.process.pid).children(recursive=True)
-            self.process.kill()
-            self.process.wait()
-        for child in self.tree:
-            if child.is_running():
-                child.kill()
-        self._reader.join()
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Start a job of stand-ins and wait until it is up (or, wait=False, do not)."""
@@ -154,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *serve]
         path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
         env = {"PYTHONPATH": path, "STAND_IN": str(tmp_path), "STAND_IN_MODE": mode}
-        job = Running(command, env)
+        job = Running(command, tmp_path / "tmp", env)
         running.append(job)
         if wait:
             job.wait_for(lambda: (tmp_path / "front").exists())
@@ -192,7 +136,7 @@ def test_a_second_signal_stops_at_once(start):
     time.sleep(1.2)  # sooner it would be the same wish (launch.signals.SAME_WISH_SECONDS)
     assert job.process.poll() is None, "it had to wait for its stubborn front end"
     job.process.send_signal(signal.SIGTERM)
-    assert job.end() == 0 and "at once" in job.text
+    assert job.end() == 0 and "at once" in job.text and "died" not in job.text
 
 
 def test_a_stop_while_loading_ends_at_once(start):
@@ -211,6 +155,7 @@ def test_a_killed_rank_is_named(start, tmp_path, rank):
     last = job.text.splitlines()[-1]
     assert last.startswith(f"moeserve: rank {rank} died: killed by SIGKILL"), job.text
     assert "Traceback" not in job.text and "gloo" not in job.text
+    assert not (tmp_path / "signals").exists(), "nobody asked for a drain"
 
 
 def test_a_dead_front_end_ends_the_job(start, tmp_path):
@@ -220,8 +165,9 @@ def test_a_dead_front_end_ends_the_job(start, tmp_path):
     assert "the front end died: killed by SIGKILL" in job.text.splitlines()[-1]
 
 
-def test_nobody_survives_a_killed_launcher(start):
-    job = start()
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_nobody_and_nothing_survives_a_killed_launcher(start, torchrun):
+    job = start(torchrun=torchrun)
     job.process.kill()
     job.end()
 
@@ -233,10 +179,12 @@ def test_a_bug_is_told_once_with_its_traceback_and_rank(start):
     assert "moeserve: rank 1: KeyError: 'oops'" in job.text
 
 
-def test_torchrun_stops_with_0_when_a_rank_is_told_to(start, tmp_path):
+@pytest.mark.parametrize("rank, number", [(1, signal.SIGINT)])
+def test_torchrun_stops_with_0_when_a_rank_is_told_to(start, tmp_path, rank, number):
     job = start(torchrun=True)
-    os.kill(pid(tmp_path, "rank0"), signal.SIGTERM)
+    os.kill(pid(tmp_path, f"rank{rank}"), number)
     assert job.end() == 0 and "Traceback" not in job.text
+    assert job.text.splitlines()[-1] == "moeserve: stopped"
 
 
 def test_torchrun_blames_the_rank_that_was_killed(start, tmp_path):
@@ -245,17 +193,18 @@ def test_torchrun_blames_the_rank_that_was_killed(start, tmp_path):
     assert job.end() == 1
     cause = job.text[job.text.index("Root Cause") :]
     assert "rank      : 1" in cause and "SIGKILL" in cause
+    assert not (tmp_path / "signals").exists(), "nobody asked for a drain"
 
 
 # ---- the real thing ----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def run_real(random_checkpoint: Path) -> Iterator[Callable[..., Running]]:
+def run_real(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
     def begin(*command: str) -> Running:
-        job = Running(list(command), {"PYTHONPATH": str(ROOT)})
+        job = Running(list(command), tmp_path / "tmp")
         running.append(job)
         return job
 
@@ -320,18 +269,21 @@ def test_a_stream_outlives_sigterm_and_not_a_dead_rank(run_real, random_checkpoi
     assert reasons[-1] == "length", events[-1]
     assert job.end() == 0, job.text
 
-    job = run_real(*serving(random_checkpoint), "--ep", "2", "--max-model-len", "2000")
+    job = run_real(*serving(random_checkpoint), "--ep", "3", "--max-model-len", "2000")
     url = url_of(job)
-    victim = httpx.get(f"{url}/health").json()["ranks"][0]["pid"]  # the front end's parent
+    victim = httpx.get(f"{url}/health").json()["ranks"][2]["pid"]
     body["max_tokens"] = 1500
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.kill(victim, signal.SIGKILL)
         rest = "\n".join(lines)
-    assert "rank 0 died" in rest and '"finish_reason":"error"' in rest, rest[-500:]
+    assert '"finish_reason":"error"' in rest, rest[-500:]
     assert job.end() == 3
-    assert "moeserve: rank 0 died: killed by SIGKILL" in job.text.splitlines()[-1]
+    assert "moeserve: rank 2 died: killed by SIGKILL" in job.text.splitlines()[-1]
+    assert set(re.findall(r"rank (\d+) died", rest + job.text)) == {"2"}, job.text
+    assert "moeserve: error: rank 2 died: " in job.text and "may run on" not in job.text
+    assert all(x.startswith("moeserve: ") for x in job.output), "one style"
 
 
 def test_a_torn_checkpoint_is_one_line(run_real, random_checkpoint, tmp_path):
@@ -343,8 +295,9 @@ def test_a_torn_checkpoint_is_one_line(run_real, random_checkpoint, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-100])
     job = run_real(*serving(torn), "--ep", "2")
     assert job.end() == 2, job.text
-    said = [x for x in job.output if x.startswith("moeserve: ")]
-    assert len(said) == 1 and shard.name in said[0], job.text
+    said = [x for x in job.output if shard.name in x]
+    assert len(said) == 1 and said[0].startswith(f"moeserve: CHECKPOINT {torn}: "), job.text
+    assert all(x.startswith("moeserve: ") for x in job.output), "one style"
     assert "Traceback" not in job.text
 
 

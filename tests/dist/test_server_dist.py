@@ -39,7 +39,7 @@ class FrontEnd:
 
     def __init__(self, config: ServeConfig, folder: Path, num_ranks: int) -> None:
         path = folder / f"config-{os.urandom(4).hex()}.json"
-        path.write_text(config.model_dump_json())
+        path.write_text(config.model_dump_json(exclude_unset=True))
         self._read, write = os.pipe()
         self.process = subprocess.Popen(
             [
@@ -138,7 +138,9 @@ def test_draining_ends_even_if_requests_do_not(folder: Path, hurry: str) -> None
                 front_end.process.send_signal(signal.SIGTERM)
             text = stream.read().decode()
         assert '"finish_reason":"error"' in text and "stopped" in text
-        assert front_end.end()[0] == 0
+        code, said = front_end.end()
+        assert code == 0 and "died" not in said
+        assert ("stopped hard by a second signal: 1 request" in said) == (hurry == "second signal")
 
 
 def test_a_dead_rank_ends_the_job_and_is_named(folder: Path) -> None:
@@ -154,6 +156,7 @@ def test_a_dead_rank_ends_the_job_and_is_named(folder: Path) -> None:
         code, errors = front_end.end()
         assert time.monotonic() - begun < 5
         assert code == 3 and "rank 1 died: its connection was lost" in errors
+        assert "may run on" not in errors, "nobody asked for a drain"
         assert "rank 1 died" in front_end.announced("failed")
 
 
