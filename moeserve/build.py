@@ -191,6 +191,8 @@ def _info(
         "first_moe_layer": start.model.first_k_dense_replace,
         "picks_per_token": start.dispatch.top_k,
         "ranks_per_node": group.ranks_per_node,
+        "expert_groups": start.model.n_group,
+        "expert_bytes": [x.nbytes // max(x.num_slots, 1) for x in model.expert_weights()],
         "checkpoint": config.model.checkpoint.resolve().name,
         "fingerprint": start.fingerprint,
         "notes": list(start.notes),

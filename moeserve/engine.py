@@ -33,7 +33,7 @@ from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.wire import CacheEvents, RankStats
-from moeserve.wire_experts import Counts, FromRank, LoadReport
+from moeserve.wire_experts import Counts, FromRank, LoadReport, PlacementInUse
 from moeserve.wire_rebalance import Rebalance, RebalanceReport
 
 MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
@@ -67,6 +67,7 @@ class Engine:
         self._stop_asked = False
         self._broken: str | None = None
         self._refusals: list[RebalanceReport] = []
+        self._told: ExpertPlacement | None = None  # the placement that was last reported
         self._failed_steps = 0
         self._process = psutil.Process()
 
@@ -228,6 +229,14 @@ class Engine:
     def take_load_reports(self) -> list[FromRank]:
         """What a recording has to say since the last call."""
         return [] if self.recorder is None else self.recorder.take_reports()
+
+    def take_placement(self) -> PlacementInUse | None:
+        """On rank 0: the placement in use, if it is another than at the last call."""
+        placement = self.placement
+        if self.group.rank != 0 or placement is None or placement is self._told:
+            return None
+        self._told = placement
+        return PlacementInUse.of(self.group.rank, placement)
 
     def load_report(self, ask: int = 0) -> LoadReport:
         """Expert load of this rank's tokens up to now; of no layers where none is counted."""

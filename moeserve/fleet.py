@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ep.placement import ExpertPlacement
 from moeserve import wire
+from moeserve.wire_experts import PlacementInUse
 
 
 class LossKind(enum.Enum):
@@ -70,6 +72,7 @@ class Fleet:
     num_ranks: int
     ranks: list[RankState] = field(default_factory=list)
     expert_load: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by rank, [L, E]
+    placement: ExpertPlacement | None = None  # in use, as rank 0 last said
     losses: dict[int, Loss] = field(default_factory=dict)  # by rank, in order of the first sign
 
     def __post_init__(self) -> None:
@@ -99,6 +102,8 @@ class Fleet:
             case wire.Fatal():
                 kind = LossKind.PEER if message.peer_lost else LossKind.FAULT
                 self.lost(rank, message.reason, kind)
+            case PlacementInUse():
+                self.placement = message.placement()
             case wire.CacheEvents():
                 pass
 
@@ -171,4 +176,14 @@ class Fleet:
             placement = None if rank.ready is None else rank.ready.info.get("placement")
             if isinstance(placement, dict) and "num_routed_experts" in placement:
                 return int(placement["num_routed_experts"])
+        if self.placement is not None:
+            return self.placement.num_logical_experts
         return int(self.expert_totals().shape[1])
+
+    def shared_replicas(self) -> int:
+        """Slots that hold each piece of the shared expert, in the layer that has the fewest of one;
+        0 where it lies in none."""
+        if self.placement is None:
+            return 0
+        counts = self.placement.replica_count[:, self.num_routed_experts() :]
+        return int(counts.min()) if counts.size else 0

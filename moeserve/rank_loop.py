@@ -57,6 +57,8 @@ def run_rank(
             line.loading("rendezvous", 0, 0)
             engine = builder(config, group, line.loading)
             scheduler = engine.scheduler
+            if (placement := engine.take_placement()) is not None:
+                line.send(placement)
             line.send(
                 wire.Ready(
                     rank=group.rank,
@@ -200,6 +202,8 @@ class RankLoop:
             self._line.send(events)
         for report in self._engine.take_load_reports():
             self._line.send(report)
+        if (placement := self._engine.take_placement()) is not None:
+            self._line.send(placement)  # before the report that says why
         for answer in self._engine.take_rebalance_reports():
             self._line.send(answer)
         now = time.monotonic()

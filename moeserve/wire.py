@@ -158,6 +158,7 @@ ToFrontEnd = (
     | Fatal
     | Stopped
     | wire_experts.FromRank
+    | wire_experts.PlacementInUse
     | wire_rebalance.RebalanceReport
 )
 

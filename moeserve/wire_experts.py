@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ep.archive import smallest
+from ep.placement import ExpertPlacement
 
 # ---- front end -> rank ------------------------------------------------------------------------
 
@@ -106,6 +107,34 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     window_first: int
     window_last: int
     rows: Counts
+
+
+class PlacementInUse(msgspec.Struct, frozen=True, tag=True):
+    """Of rank 0: before it is ready, and whenever experts have moved (each batch of layers). table
+    [L, P] int32, -1 for empty slots."""
+
+    rank: int
+    generation: int
+    num_logical_experts: int
+    num_ranks: int
+    shape: tuple[int, int]
+    table: bytes
+
+    @classmethod
+    def of(cls, rank: int, placement: ExpertPlacement) -> PlacementInUse:
+        table = placement.physical_to_logical
+        return cls(
+            rank,
+            placement.generation,
+            placement.num_logical_experts,
+            placement.num_ranks,
+            (table.shape[0], table.shape[1]),
+            table.astype("<i4").tobytes(),
+        )
+
+    def placement(self) -> ExpertPlacement:
+        table = np.frombuffer(self.table, "<i4").reshape(self.shape)
+        return ExpertPlacement(table, self.num_logical_experts, self.num_ranks, self.generation)
 
 
 FromFrontEnd = StartRecording | StopRecording | AskLoad

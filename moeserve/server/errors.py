@@ -6,6 +6,7 @@ import math
 
 from moeserve.errors import EngineFailed, InvalidRequest, NotReady, QueueFull, RankDied
 from moeserve.load_desk import RecordingConflict
+from moeserve.server.rebalance import RebalanceRefused
 from moeserve.server.service import ContextTooLong, UnknownModel
 from moeserve.server.sse import JsonBytes
 
@@ -34,6 +35,8 @@ def answer_for(error: Exception) -> JsonBytes:
             return error_answer(400, str(error), param=error.field, code="invalid_value")
         case UnknownModel():
             return error_answer(404, str(error), param="model", code="model_not_found")
+        case RebalanceRefused():
+            return error_answer(409, str(error), code="rebalance_refused")
         case RecordingConflict():
             return error_answer(409, str(error), code="recording_conflict")
         case QueueFull():

@@ -1,4 +1,4 @@
-"""The routes under /experts: load of each expert, and recordings of it.
+"""The routes under /experts: load of each expert, and recordings of it; the others by `rebalance`.
 
 Knows the desk that asks ranks (`moeserve.load_desk`) and how its answers look as JSON. Guarded by
 the admin key (`keys`).
@@ -25,6 +25,7 @@ from moeserve.collector import JobLoad
 from moeserve.errors import InvalidRequest
 from moeserve.load_desk import INTERVAL_STEPS, MAX_INTERVAL_STEPS
 from moeserve.server.fields import AnyBody
+from moeserve.server.rebalance import add_rebalance
 from moeserve.server.service import Service
 from moeserve.server.sse import JsonBytes
 
@@ -46,6 +47,10 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
     """read_body(service, request, kind) -> a checked body; schema(kind): its part of OpenAPI."""
     desk = service.client.experts
 
+    async def optional(request: HttpRequest, kind: type[Any]) -> Any:
+        """A body that may be left out."""
+        return await read_body(service, request, kind) if await _has_body(request) else kind()
+
     @app.get("/experts/load")
     async def load(layer: str | None = None) -> Response:
         """Tokens that chose each expert, since start and of the last steps, by phase.
@@ -64,9 +69,7 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
     async def start(request: HttpRequest) -> Response:
         """Begin to record, at the next step that all ranks agree on."""
         service.client.check_ready()
-        body = StartBody()
-        if await _has_body(request):
-            body = await read_body(service, request, StartBody)
+        body = await optional(request, StartBody)
         desk.start(body.interval_steps, body.max_steps)
         return JsonBytes(desk.state())
 
@@ -88,6 +91,7 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
 
     app.post("/experts/recording/stop")(stop)
     app.get("/experts/recording/stop", include_in_schema=False)(stop)
+    add_rebalance(app, service, optional, _rows, _layers, schema)
 
 
 async def _has_body(request: HttpRequest) -> bool:

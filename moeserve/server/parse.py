@@ -85,8 +85,7 @@ def _problem(kind: type[BaseModel], name: str, details: ErrorDetails) -> Invalid
     path = ".".join(str(x) for x in details["loc"] if not _is_union_label(x))
     value = short(details["input"])
     if details["type"] == "extra_forbidden":
-        owner = kind if len(details["loc"]) == 1 else StreamOptions
-        names = list(owner.model_fields)
+        names = list(_owner_of(kind, details["loc"]).model_fields)
         close = difflib.get_close_matches(str(details["loc"][-1]), names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         return InvalidRequest(path, value, f"unknown field{hint}; known: {', '.join(names)}")
@@ -94,6 +93,15 @@ def _problem(kind: type[BaseModel], name: str, details: ErrorDetails) -> Invalid
     if details["type"] == "missing":
         return MissingField(path, valid)
     return InvalidRequest(path, value, f"must be {valid}")
+
+
+def _owner_of(kind: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model whose field the last part of the path would be."""
+    if len(path) == 1:
+        return kind
+    field = kind.model_fields.get(str(path[0]))
+    inner = None if field is None else field.annotation
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else StreamOptions
 
 
 def _is_union_label(part: Any) -> bool:
