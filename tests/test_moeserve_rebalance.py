@@ -1,0 +1,363 @@
+"""What rank 0 decides, how a rebalancer is put together, what is said of it; ranks as threads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from thread_ranks import World, thread_world
+from torch import Tensor
+
+from ep.group import EPGroup
+from ep.migrate import StagingTooSmall
+from ep.placement import EMPTY, ExpertPlacement
+from ep.plan_loads import PlanError
+from ep.rebalance import Cause, RebalancePolicy
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError, NotReady
+from moeserve.lockstep import Lockstep, StepAgreement, Vote
+from moeserve.rebalance_build import open_rebalancer, our_planner, rebalance_problems
+from moeserve.rebalance_desk import RebalanceDesk
+from moeserve.rebalance_plan import Answer, PlanMaker, Question, TableError
+from moeserve.rebalancer import Rebalancer
+from moeserve.wire_rebalance import Rebalance, RebalanceReport
+
+world = thread_world  # the fixture
+
+LAYERS, EXPERTS, RANKS = 3, 8, 2
+OLD = ExpertPlacement.trivial(LAYERS, EXPERTS, RANKS, 2)
+SKEWED = np.tile(np.array([90, 80, 70, 60, 1, 1, 1, 1]), (LAYERS, 1))
+SKEWED[2] = 0  # an MTP layer that does not run
+
+
+def maker(planner: Any = None, **more: Any) -> PlanMaker:
+    group = EPGroup(0, RANKS, RANKS, object(), object())  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "planner": planner or our_planner(group, 1, EXPERTS),
+        "policy": RebalancePolicy(0.95, 0.01, 4),
+        "layer_bytes": [100] * LAYERS,
+        "max_staging_bytes": 500,
+        "ranks_per_node": RANKS,
+        "rate": 1000.0,
+    }
+    return PlanMaker(**(fields | more))
+
+
+def ask(loads: Any = SKEWED, made: PlanMaker | None = None, **more: Any) -> Answer:
+    return (made or maker()).answer(Question(np.array(loads)[None], OLD, **more))
+
+
+# -- what rank 0 decides ------------------------------------------------------------------------
+
+
+def test_a_skewed_window_gives_a_plan_and_its_price() -> None:
+    answer = ask()
+    assert answer.cause is Cause.NONE and answer.placement is not None
+    said = answer.explanation
+    assert said["utilisation_after"] > said["utilisation_before"] == answer.utilisation
+    assert said["balance_after"]["mean"] < said["balance_before"]["mean"]
+    assert said["moved_slots"] > 0 and said["layers"] == 2
+    assert said["seconds_at_rate"] == said["most_bytes_into_a_rank"] / 1000
+    # the layer without load stays as it is
+    new = answer.placement.physical_to_logical
+    assert (new[2] == OLD.physical_to_logical[2]).all() and (new != OLD.physical_to_logical).any()
+    assert said["planner"]["policy"] == "ours"
+
+
+@pytest.mark.parametrize(
+    ("loads", "cause"),
+    [
+        (SKEWED // 60, Cause.TOO_FEW_TOKENS),
+        (np.full((LAYERS, EXPERTS), 50) + (np.arange(EXPERTS) < 2), Cause.BALANCED),
+        (np.zeros((LAYERS, EXPERTS), int), Cause.TOO_FEW_TOKENS),
+    ],
+)
+def test_why_nothing_is_planned(loads: Any, cause: Cause) -> None:
+    def planner(*_: Any) -> Any:
+        raise AssertionError("not asked")
+
+    even = ExpertPlacement.trivial(LAYERS, EXPERTS, RANKS)
+    answer = maker(planner).answer(Question(np.array(loads)[None], even))
+    assert answer.cause is cause and answer.placement is None
+
+
+def test_a_plan_that_gains_little_or_changes_nothing_is_not_taken() -> None:
+    answer = ask(made=maker(lambda loads, old, options: (old, {})))
+    assert answer.cause is Cause.SAME and answer.placement is None
+    table = OLD.physical_to_logical[:, ::-1].copy()  # the same, mirrored
+    mirrored = ExpertPlacement(table, EXPERTS, RANKS)
+    answer = ask(made=maker(lambda loads, old, options: (mirrored, {})))
+    assert answer.cause is Cause.NO_GAIN and answer.placement is None
+    answer = ask(made=maker(lambda loads, old, options: (mirrored, {})), force=True)
+    assert answer.placement is not None, "an operator may insist"
+
+
+def test_a_dry_run_explains_and_moves_nothing() -> None:
+    answer = ask(dry_run=True)
+    assert answer.cause is Cause.DRY_RUN and answer.placement is None
+    assert answer.explanation["moved_slots"] == ask().explanation["moved_slots"]
+
+
+def test_a_given_table_is_taken_as_it_is_or_refused() -> None:
+    rows = np.tile(np.array([7, 6, 5, 4, EMPTY, 3, 2, 1, 0, 0]), (LAYERS, 1))
+    table = rows.astype("<i4").tobytes()
+    answer = ask(table=table, loads=SKEWED * 0)
+    assert answer.placement is not None
+    halves = np.sort(answer.placement.physical_to_logical.reshape(LAYERS, RANKS, -1), axis=2)
+    assert (halves == np.sort(rows.reshape(LAYERS, RANKS, -1), axis=2)).all()
+    with pytest.raises(TableError, match="8 bytes.* 120 bytes"):
+        ask(table=b"12345678")
+    with pytest.raises(ValueError, match="experts without a slot"):
+        ask(table=np.zeros((LAYERS, 10), "<i4").tobytes())
+
+
+def test_windows_are_joined_and_options_reach_the_planner() -> None:
+    seen: list[Any] = []
+
+    def planner(loads: Any, old: ExpertPlacement, options: Any) -> Any:
+        seen.append((loads.shape, dict(options)))
+        return old, {}
+
+    made = maker(planner, options={"robust": "max", "group_policy": "free"})
+    question = Question(np.stack([SKEWED, SKEWED * 2]), OLD, options={"robust": "mean"})
+    answer = made.answer(question)
+    assert seen == [((2, LAYERS, EXPERTS), {"robust": "mean", "group_policy": "free"})]
+    assert answer.explanation["picks"] == 3 * SKEWED.sum()
+
+
+def test_too_little_staging_says_what_is_needed() -> None:
+    with pytest.raises(StagingTooSmall, match="at least"):
+        ask(made=maker(max_staging_bytes=99))
+
+
+def test_options_that_the_planner_has_not_or_cannot_mind() -> None:
+    group = EPGroup(0, RANKS, RANKS, object(), object())  # type: ignore[arg-type]
+    plan = our_planner(group, 1, EXPERTS)
+    with pytest.raises(PlanError, match=r"options=\['hope'\]: unknown; known: .*robust"):
+        plan(SKEWED[None], OLD, {"hope": 1})
+    with pytest.raises(PlanError, match="extra_slots_per_gpu"):
+        plan(SKEWED[None], OLD, {"extra_slots_per_gpu": 1})
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+def config(**rebalance: Any) -> ServeConfig:
+    return ServeConfig.load(None, {"rebalance": rebalance})
+
+
+def test_settings_that_cannot_work_are_refused_by_name() -> None:
+    for given, words in (
+        ({"robust": "max"}, "windows"),
+        ({"interval_steps": 5}, "not used unless enabled"),
+        ({"threshold": 1.5}, "at most 1"),
+        ({"group_policy": "nodes"}, "nearest: node"),
+        ({"max_rate": "fast"}, "bytes"),
+        ({"windows": 0}, "at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config(**given)
+    two = EPGroup(0, 2, 2, object(), object())  # type: ignore[arg-type]
+    alone = EPGroup.single()
+    assert rebalance_problems(config(), alone, OLD, 1, EXPERTS) == []
+    assert "one rank" in rebalance_problems(config(enabled=True), alone, OLD, 1, EXPERTS)[0]
+    assert rebalance_problems(config(enabled=True), two, OLD, 1, EXPERTS) == []
+    wrong = config(robust="mode", windows=2)
+    assert "rebalance.robust='mode'" in rebalance_problems(wrong, two, OLD, 1, EXPERTS)[0]
+
+
+# -- put together -------------------------------------------------------------------------------
+
+
+class Slots:
+    """A layer's slots on one rank: each byte of a slot is its expert's number."""
+
+    def __init__(self, experts: list[int], size: int) -> None:
+        self.num_slots = len(experts)
+        self.data = torch.tensor(experts).clamp(0).to(torch.uint8)[:, None].repeat(1, size)
+
+    def bundle(self, slot: int) -> Tensor:
+        return self.data[slot]
+
+
+class Model:
+    def __init__(self, rank: int, layout: str = "plain", size: int = 64) -> None:
+        self.layout, self.placement = layout, OLD
+        self.slots = [Slots(OLD.experts_of(rank, layer), size) for layer in range(LAYERS)]
+
+    def expert_weights(self) -> list[Any]:
+        return self.slots
+
+    def bundle_layouts(self) -> list[str]:
+        return [self.layout] * LAYERS
+
+    def routing_tables(self, placement: ExpertPlacement, rows: Any) -> dict[int, Any]:
+        return dict.fromkeys(rows)
+
+    def adopt_placement(self, placement: ExpertPlacement, tables: Any = None) -> None:
+        self.placement = placement
+
+
+class Recorder:
+    """A window that always holds the same load, half of it on each of two ranks."""
+
+    class window:  # noqa: N801
+        @staticmethod
+        def totals() -> Any:
+            return SKEWED // 2
+
+
+def open_one(group: EPGroup, model: Model, lines: list[str], notes: list[str], **given: Any) -> Any:
+    planner = our_planner(group, 1, EXPERTS)
+    return open_rebalancer(
+        config(**given),
+        group,
+        model,
+        OLD,
+        Recorder(),
+        planner,
+        lines.append,
+        notes,  # type: ignore
+    )
+
+
+@pytest.mark.parametrize("odd", [{"layout": "panels"}, {"size": 65}])
+def test_ranks_with_other_bundles_do_not_exchange_them(world: World, odd: dict[str, Any]) -> None:
+    def body(group: EPGroup) -> tuple[Any, list[str], str]:
+        notes: list[str] = []
+        model = Model(group.rank, **(odd if group.rank else {}))
+        opened = open_one(group, model, [], notes)
+        try:
+            open_one(group, model, [], notes, enabled=True)
+        except ConfigError as error:
+            return opened, notes, str(error)
+        raise AssertionError("not refused")
+
+    for opened, notes, error in world(2, body):
+        assert opened is None and len(notes) == 1
+        assert "rebalancing: off" in notes[0] and "rank 1" in notes[0]
+        assert error.startswith("rebalance.enabled=True: experts lie in memory in different forms")
+
+
+def run(
+    group: EPGroup, rebalancer: Rebalancer, until: Any, steps: int = 20_000
+) -> list[StepAgreement]:
+    lockstep, agreed = Lockstep(group), []
+    for _ in range(steps):
+        vote = Vote(
+            has_work=True,
+            rebalance=rebalancer.number,
+            ballot=rebalancer.ballot(),
+            placement_generation=rebalancer.placement.generation,
+            wants_stop=bool(until()),
+        )
+        step = lockstep.agree(vote)
+        rebalancer.advance(step)
+        agreed.append(step)
+        if all_want(group, bool(until())):
+            return agreed
+        time.sleep(0.0005)
+    raise AssertionError("no end")
+
+
+def all_want(group: EPGroup, mine: bool) -> bool:
+    flag = torch.tensor([int(mine)])
+    torch.distributed.all_reduce(flag, group=group.cpu_group)
+    return int(flag) == group.size
+
+
+def test_it_happens_by_itself_every_so_many_steps(world: World) -> None:
+    def body(group: EPGroup) -> dict[str, Any]:
+        lines: list[str] = []
+        model = Model(group.rank)
+        one = open_one(group, model, lines, [], enabled=True, interval_steps=7, min_picks=1)
+        try:
+            run(group, one, lambda: one.stats().done and one.stats().nothing)
+            stats = one.stats()
+        finally:
+            one.close()
+        assert model.placement is one.placement
+        right = all(
+            bool((model.slots[la].data[s] == e).all())
+            for la in range(LAYERS)
+            for s, e in enumerate(one.placement.experts_of(group.rank, la))
+            if e != EMPTY
+        )
+        return {"right": right, "stats": stats, "lines": lines, "placement": one.placement}
+
+    found = world(2, body)
+    assert all(row["right"] for row in found)
+    assert len({row["placement"] for row in found}) == 1
+    first, second = (row["stats"] for row in found)
+    assert first.enabled and first.done == second.done == 1
+    assert first.generation == second.generation > 0
+    assert first.utilisation_after > first.utilisation_before > 0
+    # what is balanced now is left alone, and the reason is known
+    assert first.look_reason == "balanced enough"
+    assert [len(row["lines"]) for row in found] == [1, 0], "one line, by rank 0"
+    assert "done in" in found[0]["lines"][0] and "utilisation" in found[0]["lines"][0]
+
+
+def test_wishes_are_answered_and_one_at_a_time(world: World) -> None:
+    def body(group: EPGroup) -> list[RebalanceReport]:
+        one = open_one(group, Model(group.rank), [], [])
+        reports: list[RebalanceReport] = []
+        try:
+            one.ask(Rebalance(1, dry_run=True))
+            one.ask(Rebalance(2))
+            if group.rank:
+                return one.take_reports()
+            reports += one.take_reports()
+        finally:
+            if group.rank:
+                run_quietly(group, one)
+                one.close()
+
+        def answered() -> bool:
+            reports.extend(one.take_reports())
+            return len(reports) == 2
+
+        run(group, one, answered)
+        one.close()
+        return reports
+
+    def run_quietly(group: EPGroup, one: Rebalancer) -> None:
+        run(group, one, lambda: True)
+
+    (first, others) = world(2, body)
+    assert [(r.ask, r.result) for r in others] == [(1, "refused"), (2, "refused")]
+    assert [(r.ask, r.result, r.reason) for r in first] == [
+        (2, "refused", "a rebalance is under way; wait until it has ended"),
+        (1, "nothing", "a dry run"),
+    ]
+    assert first[1].explanation["moved_slots"] > 0 and first[0].explanation == {}
+
+
+# -- the front end's side -----------------------------------------------------------------------
+
+
+def test_the_desk_waits_for_its_own_answer() -> None:
+    async def main() -> None:
+        sent: list[Any] = []
+        desk = RebalanceDesk(lambda rank, message: sent.append((rank, message)), lambda: None)
+        first = asyncio.ensure_future(desk.ask(dry_run=True))
+        second = asyncio.ensure_future(desk.ask(force=True, options={"robust": "max"}))
+        await asyncio.sleep(0)
+        (_, a), (rank, b) = sent
+        assert rank == 0 and a.dry_run and b.force and b.options == {"robust": "max"}
+        desk.heard(RebalanceReport(0, b.ask, "done", "", {"x": 1}))
+        desk.heard(RebalanceReport(0, 99, "done", ""))
+        assert (await second).explanation == {"x": 1}
+        assert not first.done()
+        desk.lost("rank 1 died")
+        with pytest.raises(NotReady, match="rank 1 died"):
+            await first
+        with pytest.raises(NotReady, match="0.01 s"):
+            await desk.ask(seconds=0.01)
+        assert desk.state() is None
+
+    asyncio.run(main())
