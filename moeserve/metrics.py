@@ -102,6 +102,10 @@ class _FleetCollector(Collector):
                 "Most loaded over mean routed expert, mean of layers",
                 _balance(client),
             ),
+            "shared_expert_replicas": (
+                "Slots that hold the shared expert, in the layer with the fewest; 0: it is in none",
+                fleet.shared_replicas(),
+            ),
         }
         for name, (text, value) in plain.items():
             yield GaugeMetricFamily(f"moeserve_{name}", text, value=float(value))

@@ -18,8 +18,10 @@ from moeserve import build
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+from moeserve.fleet import Fleet
 from moeserve.placing import describe, first_placement
 from moeserve.startup import prepare
+from moeserve.wire import Ready
 
 SINGLE = EPGroup.single()
 V3_LIKE = family_config("v3", n_routed_experts=256, n_group=8, topk_group=4, num_experts_per_tok=8)
@@ -195,3 +197,14 @@ def test_what_cannot_fit_is_said_before_any_rank_starts(
     )
     with pytest.raises(ConfigError, match="parallel.ep=1000000: .*too little for more than"):
         run_job(1_000_000, [])
+
+
+def test_the_fleet_counts_replicas_of_the_placement_in_use() -> None:
+    fleet = Fleet(1)
+    ready = Ready(0, 16, 8, 128, 4, info={"placement": {"num_routed_experts": 16}})
+    fleet.heard(0, ready, 0.0)
+    assert fleet.shared_replicas() == 0  # nothing told yet
+    for settings, expected in (({}, 0), ({"shared_expert": "hosted", "redundant_experts": 3}, 4)):
+        placement, _ = place(family_config("v3"), **settings, ep=4)
+        fleet.placement = placement
+        assert fleet.shared_replicas() == expected

@@ -33,6 +33,7 @@ def health(service: Service) -> dict[str, Any]:
         "model": service.model_name,
         "uptime_seconds": round(time.time() - service.started, 1),
         "requests_in_flight": client.num_in_flight,
+        "shared_expert_replicas": fleet.shared_replicas(),
         "rebalance": client.rebalancing.state(),
         "ranks": [x.report() for x in fleet.ranks],
     }
