@@ -15,7 +15,6 @@ Shape letters: T tokens, K top-k, L layers, E logical experts, R ranks, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,13 +52,14 @@ class _Interval:
 
 
 class StepRecorder:
-    """enabled False (warm-up): nothing is counted. window None: only `seconds` are kept.
+    """enabled False (warm-up): nothing is kept. counting False (to measure what counting costs), or
+    window None: only `seconds` are.
 
     A step: `begin_step`, what the model shows (StepObserver), `end_step` or `drop_step`.
     """
 
     def __init__(self, window: LoadWindow | None = None, rank: int = 0) -> None:
-        self.enabled = True
+        self.enabled = self.counting = True
         self._rank = rank
         self.seconds: dict[str, float] = {}
         self.tokens = [0, 0]  # computed since start, by phase
@@ -73,13 +73,14 @@ class StepRecorder:
         self._steps: list[int] = []  # numbers of the complete steps
         self._picks: list[Tensor] = []
         self._bases: list[int] = []
+        self._lengths: list[int] = []  # rows of each that are no padding
         self._rows: list[list[int]] = []
         self._num_rows = 0
         # The step in progress.
-        self._begun: tuple[int, int, int] | None = None  # lengths of the lists before it
-        self._plan = StepPlan()
-        self._base = 0
-        self._parts: tuple[_Part, ...] = ()
+        self._begun: tuple[int, int] | None = None  # picks and rows before it
+        self._num_tokens = self._num_decodes = 0
+        self._base = 0  # where its counts begin
+        self._split: tuple[Tensor, Tensor] | None = None  # rows of each phase, in a mixed step
         # The recording.
         self._wanted: _Wanted | None = None
         self._active: _Wanted | None = None
@@ -94,25 +95,33 @@ class StepRecorder:
     def begin_step(self, plan: StepPlan, placement: ExpertPlacement | None = None) -> None:
         """plan: whose rows the picks will be, before it is committed. Rows behind them are padding
         and do not count."""
-        if self._window is None or not self.enabled:
+        if self._window is None or not self.enabled or not self.counting:
             return
         assert self._begun is None, "a step has begun and not ended"
         if self._active is not None:
             self._open_interval(self._active, placement)
-        self._begun = (len(self._picks), len(self._bases), len(self._rows))
-        self._plan = plan
+        self._begun = (len(self._picks), len(self._rows))
+        self._num_tokens, self._num_decodes = plan.num_tokens, plan.num_decodes
         self._base = len(self._steps) * self._size
-        self._parts = _parts(plan)
+        self._split = None
+        if self._num_decodes == self._num_tokens:
+            self._base += DECODE * self._layers * self._experts
+        elif self._num_decodes:
+            self._split = _rows_of_phases(plan)
 
     def expert_picks(self, layer: int, ids: Tensor) -> None:
         if self._begun is None:
             return  # disabled
         base = self._base + layer * self._experts
-        for phase, cut in self._parts:
-            picks = cut(ids)
-            self._picks.append(picks)
+        if self._split is None:
+            self._picks.append(ids)
+            self._bases.append(base)
+            self._lengths.append(self._num_tokens)
+            return
+        for phase, rows in enumerate(self._split):
+            self._picks.append(ids.index_select(0, rows.to(ids.device)))
             self._bases.append(base + phase * self._layers * self._experts)
-            self._num_rows += picks.shape[0]
+            self._lengths.append(len(rows))
 
     def rows_sent(self, layer: int, rows: list[int]) -> None:
         if self._begun is not None:
@@ -126,13 +135,13 @@ class StepRecorder:
         """step: its number in lockstep; seconds: what it took."""
         if self._begun is None:
             return
+        self._num_rows += sum(self._lengths[self._begun[0] :])
         self._begun = None
         self._steps.append(step)
-        decodes = self._plan.num_decodes
-        prefills = self._plan.num_tokens - decodes
+        decodes = self._num_decodes
+        prefills = self._num_tokens - decodes
         self.tokens[PREFILL] += prefills
         self.tokens[DECODE] += decodes
-        self._plan = StepPlan()  # its sequences are not ours to keep
         interval = self._interval
         if interval is not None:
             if not interval.num_steps:
@@ -150,10 +159,9 @@ class StepRecorder:
         """The step failed: what it showed is forgotten."""
         if self._begun is None:
             return
-        picks, bases, rows = self._begun
-        self._num_rows -= sum(x.shape[0] for x in self._picks[picks:])
-        del self._picks[picks:], self._bases[bases:], self._rows[rows:]
-        self._begun, self._plan = None, StepPlan()
+        picks, rows = self._begun
+        del self._picks[picks:], self._bases[picks:], self._lengths[picks:], self._rows[rows:]
+        self._begun = None
 
     # -- what shows ----------------------------------------------------------------------------
 
@@ -271,12 +279,10 @@ class StepRecorder:
             return
         assert self._window is not None
         steps, self._steps = self._steps, []
-        if self._picks:
-            size = len(steps) * self._size
-            counts = _bincount(self._picks, self._bases, size).reshape(-1, *self._totals.shape)
-        else:
-            counts = np.zeros((len(steps), *self._totals.shape), np.int64)
-        self._picks, self._bases, self._num_rows = [], [], 0
+        size = len(steps) * self._size
+        counts = _bincount(self._picks, self._bases, self._lengths, size)
+        counts = counts.reshape(-1, *self._totals.shape)
+        self._picks, self._bases, self._lengths, self._num_rows = [], [], [], 0
         for number, count in zip(steps, counts, strict=True):
             self._window.add(count, number)
         summed = counts.sum(axis=0) if len(steps) > 1 else counts[0]
@@ -292,48 +298,29 @@ class StepRecorder:
                 self._interval.rows = rows if old is None else old + rows
 
 
-_Part = tuple[int, Callable[[Tensor], Tensor]]  # phase, and how its rows are cut out of [T, K]
-
-
-def _parts(plan: StepPlan) -> tuple[_Part, ...]:
-    """The rows of each phase that occurs. A mixed step splits exactly, by sequence."""
-    total, decodes = plan.num_tokens, plan.num_decodes
-    if not total:
-        return ()
-    if decodes in (0, total):
-        phase = DECODE if decodes else PREFILL
-        return ((phase, lambda ids: _first_rows(ids, total)),)
-    if plan.decodes == list(range(decodes)):  # they lie first: slices cost nothing
-        return (
-            (DECODE, lambda ids: ids[:decodes]),
-            (PREFILL, lambda ids: _first_rows(ids, total)[decodes:]),
-        )
+def _rows_of_phases(plan: StepPlan) -> tuple[Tensor, Tensor]:
+    """Numbers of the prefill and of the decode rows: a mixed step splits exactly, by sequence."""
     flags = np.zeros(len(plan.sequences), bool)
     flags[plan.decodes] = True
     is_decode = np.repeat(flags, plan.counts)
-    chosen = torch.from_numpy(np.flatnonzero(is_decode))
-    others = torch.from_numpy(np.flatnonzero(~is_decode))
-    return (
-        (DECODE, lambda ids: ids.index_select(0, chosen.to(ids.device))),
-        (PREFILL, lambda ids: ids.index_select(0, others.to(ids.device))),
-    )
+    return torch.from_numpy(np.flatnonzero(~is_decode)), torch.from_numpy(np.flatnonzero(is_decode))
 
 
-def _first_rows(ids: Tensor, num: int) -> Tensor:
-    assert ids.shape[0] >= num, f"picks of {ids.shape[0]} rows; the plan has {num}"
-    return ids if ids.shape[0] == num else ids[:num]
-
-
-def _bincount(picks: list[Tensor], bases: list[int], size: int) -> NDArray[np.int64]:
-    """picks [T, K] each, -1 where masked; each counts at bases[i] + id -> [size] int64."""
-    ids = torch.cat(picks).to(torch.int64)  # [all rows, K]
-    base = torch.tensor(bases)
-    lengths = torch.tensor([x.shape[0] for x in picks])
-    base = base.repeat_interleave(lengths, output_size=ids.shape[0]).to(ids.device)
-    places = torch.where(ids < 0, size, ids + base[:, None])
-    counts: NDArray[np.int64] = (
-        torch.bincount(places.reshape(-1), minlength=size + 1)[:size].cpu().numpy()
-    )
+def _bincount(
+    picks: list[Tensor], bases: list[int], lengths: list[int], size: int
+) -> NDArray[np.int64]:
+    """picks [>= lengths[i], K] each, -1 where masked; each counts at bases[i] + id -> [size]."""
+    if not picks:
+        return np.zeros(size, np.int64)
+    joined = torch.cat(picks)
+    if joined.shape[0] != sum(lengths):  # rows of padding
+        joined = torch.cat([x[:length] for x, length in zip(picks, lengths, strict=True)])
+    ids = joined.cpu().numpy()
+    assert len(ids) == sum(lengths), "picks of fewer rows than the plan has"
+    places = np.repeat(np.array(bases), lengths)[:, None] + ids
+    if ids.size and ids.min() < 0:
+        places = places[ids >= 0]
+    counts: NDArray[np.int64] = np.bincount(places.reshape(-1), minlength=size)
     return counts
 
 
