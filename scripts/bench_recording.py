@@ -5,7 +5,7 @@
 First part: the engine decodes on a checkpoint; blocks of steps alternate between counting nothing,
 keeping the window (always on in serving) and recording as well, so that whatever else the machine
 does hits all three alike; what a mode adds is the difference of their fastest tenths, good to
-about a per cent. Second part: the recorder alone on made-up picks, of the checkpoint's own shape (and its
+about a per cent. Second part: the recorder alone on made-up picks of the same shape (as a
 share of that step) and of 58 layers of 256 experts, 8 a token, on one of 32 ranks.
 """
 
