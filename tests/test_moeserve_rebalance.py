@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ep.migrate import StagingTooSmall
 from ep.placement import EMPTY, ExpertPlacement
 from ep.plan_loads import PlanError
 from ep.rebalance import Cause, RebalancePolicy
+from moeserve import metrics, wire
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, NotReady
 from moeserve.lockstep import Lockstep, StepAgreement, Vote
@@ -24,7 +26,7 @@ from moeserve.rebalance_build import open_rebalancer, our_planner, rebalance_pro
 from moeserve.rebalance_desk import RebalanceDesk
 from moeserve.rebalance_plan import Answer, PlanMaker, Question, TableError
 from moeserve.rebalancer import Rebalancer
-from moeserve.wire_rebalance import Rebalance, RebalanceReport
+from moeserve.wire_rebalance import Rebalance, RebalanceReport, RebalanceStats
 
 world = thread_world  # the fixture
 
@@ -361,3 +363,34 @@ def test_the_desk_waits_for_its_own_answer() -> None:
         assert desk.state() is None
 
     asyncio.run(main())
+
+
+def test_what_ranks_report_shows_in_health_and_metrics() -> None:
+    stats = RebalanceStats(
+        enabled=True, state="moving", seconds_in_state=1.23456, generation=7, batch=1,
+        num_batches=4, done=3, nothing=5, abandoned=2, moved_slots=90, moved_bytes=12345, seconds=4.5,
+        gather_seconds=0.25, switch_seconds=0.5, switch_seconds_most=0.01, refused_requests=0,
+        last_result="abandoned", last_reason="rank 1: a source stopped answering",
+        utilisation=0.8, utilisation_before=0.7, utilisation_after=0.95,
+    )  # fmt: skip
+    report = wire.RankStats(*range(15), 1.0, 0.5, 0.1, rebalance=stats)  # type: ignore[arg-type]
+    heard = wire.decode_to_front_end(wire.encode(report))
+    assert isinstance(heard, wire.RankStats) and heard.rebalance == stats
+    desk = RebalanceDesk(lambda rank, message: None, lambda: stats)
+    state = desk.state()
+    assert state is not None and state["last_reason"] == "rank 1: a source stopped answering"
+    assert (state["state"], state["seconds_in_state"], state["batch"]) == ("moving", 1.235, 1)
+    client = SimpleNamespace(fleet=SimpleNamespace(ranks=[SimpleNamespace(stats=report)]))
+    shown = {
+        (s.name, *s.labels.values()): s.value
+        for metric in metrics._rebalancing(client)  # type: ignore[arg-type]
+        for s in metric.samples
+    }
+    assert shown["moeserve_rebalances_total", "abandoned"] == 2
+    assert shown["moeserve_rebalances_total", "done"] == 3
+    assert shown["moeserve_rebalance_moved_bytes_total",] == 12345
+    assert shown["moeserve_rebalance_running",] == 1
+    assert shown["moeserve_rebalance_stage_seconds",] == stats.seconds_in_state
+    assert shown["moeserve_expert_utilisation", "after"] == 0.95
+    client.fleet.ranks[0].stats = None
+    assert list(metrics._rebalancing(client)) == []  # type: ignore[arg-type]
