@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv, usable_cores
+from launch.experts_file import output_problems, save_recording, start_recording
 from launch.settings import Given
 from moeserve.errors import ConfigError
 from moeserve.words import counted
@@ -53,11 +54,14 @@ class Bench:
     output_length: int
     prefill_length: int
     repeat: int
+    record_experts: Path | None = None  # a file for the expert load of all runs
 
     def run(self, given: Given) -> None:
         env = RankEnv.read(os.environ)
         problems: list[str] = []
         batches = self._batches(problems)
+        if self.record_experts is not None:
+            problems += output_problems("--record-experts", self.record_experts)
         config = given.resolve(own=problems)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
@@ -141,6 +145,8 @@ class Bench:
             )
         timed = _TimedEngine(engine)
         timed.run(2 * group.size, min(self.prompt_length, 16), 4)  # first touches are not counted
+        if self.record_experts is not None:
+            start_recording(engine)
         rows = []
         for batch in batches:
             runs = [
@@ -150,6 +156,8 @@ class Bench:
         if self.prefill_length:
             runs = [timed.run(group.size, self.prefill_length, 1) for _ in range(self.repeat)]
             rows.append(_median("prefill", group.size, self.prefill_length, 1, runs))
+        if self.record_experts is not None:
+            save_recording(engine, self.record_experts)
         engine.close()
         if group.rank == 0:
             show(rows, config, engine.info, torch.get_num_threads())

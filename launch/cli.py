@@ -152,6 +152,12 @@ def generate(
             rich_help_panel=ANSWER,
         ),
     ] = None,
+    record_experts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Save the load of each expert (.npz)", rich_help_panel=ANSWER
+        ),
+    ] = None,
 ) -> None:
     """Continue prompts without a server; text as it comes, or one JSON object."""
     from launch.generate import Ask
@@ -170,6 +176,7 @@ def generate(
         as_json=json,
         token_ids=tuple(prompt_ids or ()),
         logprobs=logprobs,
+        record_experts=record_experts,
     )
     run(given, ask)
 
@@ -225,11 +232,15 @@ def bench(
     repeat: Annotated[
         int, typer.Option(metavar="N", min=1, help="Runs a row; the median is shown")
     ] = 3,
+    record_experts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the load of each expert (.npz)")
+    ] = None,
 ) -> None:
     """Measure decode and prefill offline: a table, then one line of JSON."""
     from launch.bench import Bench
 
-    Bench(batch, prompt_length, output_length, prefill_length, repeat).run(given)
+    lengths = (prompt_length, output_length, prefill_length)
+    Bench(batch, *lengths, repeat, record_experts).run(given)
 
 
 app.add_typer(experts_app)

@@ -7,7 +7,6 @@ counts lie in the server until the end: it is asked for them once.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from ep.archive import write_whole
 from ep.load import PHASES
 from ep.recording import ExpertRecording, RecordingError
+from launch.experts_file import output_problems
 from launch.experts_http import ExpertsHttp
 from moeserve.errors import ConfigError, MoeserveError
 
@@ -65,15 +65,7 @@ class Record:
             problems.append("--seconds and --steps: give one of them, not both")
         if self.seconds is not None and not 0 < self.seconds < 1e9:
             problems.append(f"--seconds {self.seconds:g}: must be above 0")
-        if self.output.suffix != ".npz":
-            problems.append(f"--output {str(self.output)!r}: must end in .npz")
-        folder = self.output.parent
-        if not folder.is_dir():
-            problems.append(f"--output {str(self.output)!r}: no such folder: {str(folder)!r}")
-        elif not os.access(folder, os.W_OK):
-            problems.append(f"--output {str(self.output)!r}: the folder cannot be written to")
-        elif self.output.is_dir():
-            problems.append(f"--output {str(self.output)!r}: is a folder")
+        problems += output_problems("--output", self.output)
         if problems:
             raise ConfigError(problems)
 

@@ -9,11 +9,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv, use_threads
+from launch.experts_file import output_problems
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError, InvalidFields, InvalidRequest
@@ -41,6 +44,7 @@ class Ask:
     as_json: bool
     token_ids: tuple[str, ...] = ()  # prompts as token ids, "1,2,3"; they need no tokenizer
     logprobs: int | None = None
+    record_experts: Path | None = None  # a file for the expert load of all that is computed
 
 
 def generate(given: Given, ask: Ask) -> None:
@@ -51,6 +55,8 @@ def generate(given: Given, ask: Ask) -> None:
     sampling = _sampling(ask, problems)
     ids = [read_ids(text, problems) for text in ask.token_ids]
     prompts = [*ask.prompts, *_from_file(ask.prompt_file, problems)]
+    if ask.record_experts is not None:
+        problems += output_problems("--record-experts", ask.record_experts)
     if "" in ask.prompts:
         problems.append("--prompt is empty: there is nothing to continue")
     from_stdin = str(ask.prompt_file) == "-" or not (prompts or ids or problems)
@@ -69,7 +75,8 @@ def generate(given: Given, ask: Ask) -> None:
         began = time.perf_counter()
         streams = not ask.as_json and len(asked) == 1  # several would mix
         show = _show if streams else None
-        outputs = llm.generate(asked, sampling, on_text=show)
+        with _recorded(llm, ask.record_experts):
+            outputs = llm.generate(asked, sampling, on_text=show)
         seconds = time.perf_counter() - began
     if ask.as_json:
         print(json.dumps(report(config, prompts, outputs, seconds), ensure_ascii=False))
@@ -97,6 +104,20 @@ def _open(config: ServeConfig) -> LLM:
         return LLM(checkpoint, ep=ep, progress=progress.update, **flat_settings(config))
     finally:
         progress.close()
+
+
+@contextmanager
+def _recorded(llm: LLM, path: Path | None) -> Iterator[None]:
+    """Expert load of the block, saved whatever ends it."""
+    if path is None:
+        yield
+        return
+    llm.start_recording()
+    try:
+        yield
+    finally:
+        llm.stop_recording().save(path)
+        print(f"expert load: {path}", file=sys.stderr)
 
 
 def _show(index: int, text: str) -> None:
