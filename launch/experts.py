@@ -10,30 +10,9 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Command, Group
-
-from launch.commands import Command, Group
-from launch.experts_flags import (
-    HOW,
-    WHAT,
-    AdminKey,
-    ApiKey,
-    Array,
-    Json,
-    Phase,
-    PlacementFile,
-    Ranks,
-    Redundant,
-    Rows,
-    Since,
-    SourceArgument,
-)
-
 experts_app = typer.Typer(
     name="experts",
-    cls=Group,
-    cls=Group,
-    help="See where experts live and what they do; ask what if; move them; record their load.",
+    help="See where experts live and what they do; record it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,48 +21,14 @@ experts_app = typer.Typer(
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Of a server, such as http://127.0.0.1:8000")
 ]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", envvar="MOESERVE_ADMIN_KEY", help="If the server asks for one"),
+]
+Json = Annotated[bool, typer.Option("--json", metavar=" ", help="One JSON object on stdout")]
 
 
-@experts_app.command(cls=Command)
-def top(
-    source: SourceArgument,
-    phase: Phase = "all",
-    since: Since = "window",
-    array: Array = None,
-    intervals: Annotated[
-        bool,
-        typer.Option(
-            "--intervals", help="A line for each interval of a recording", rich_help_panel=WHAT
-        ),
-    ] = False,
-    placement: PlacementFile = None,
-    ranks: Ranks = None,
-    redundant: Redundant = 0,
-    rows: Rows = 10,
-    every: Annotated[
-        float,
-        typer.Option(metavar="SEC", help="Between two looks at a job", rich_help_panel=HOW),
-    ] = 2.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Do not look again", rich_help_panel=HOW)
-    ] = False,
-    json: Json = False,
-    admin_key: AdminKey = None,
-    api_key: ApiKey = None,
-) -> None:
-    """Hottest experts, balance of layers, loads of ranks, copies, links; of a job again and again.
-
-    On a terminal the table of a running job is renewed until Ctrl-C.
-    """
-    from launch.experts_source import Source
-    from launch.experts_top import Top
-
-    key = admin_key or api_key
-    seen = Source(source, phase, array, placement, ranks, redundant, since, key)
-    Top(seen, rows, every, once, intervals, json).run()
-
-
-@experts_app.command(cls=Command)
+@experts_app.command()
 def record(
     url: Url,
     output: Annotated[
@@ -98,7 +43,6 @@ def record(
     ] = 64,
     json: Json = False,
     admin_key: AdminKey = None,
-    api_key: ApiKey = None,
 ) -> None:
     """Record the load of each expert: by layer, phase and interval of steps.
 
@@ -106,5 +50,4 @@ def record(
     """
     from launch.experts_record import Record
 
-    key = admin_key or api_key
-    Record(url, output, seconds, steps, interval_steps, json, key).run()
+    Record(url, output, seconds, steps, interval_steps, json, admin_key).run()
