@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from ep.migrate import StagingTooSmall
 from ep.placement import EMPTY, ExpertPlacement
 from ep.plan_loads import PlanError
 from ep.rebalance import Cause, RebalancePolicy
+from ep.transfer import staging_buffer
 from moeserve import metrics, wire
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, NotReady
@@ -304,6 +307,38 @@ def test_it_happens_by_itself_every_so_many_steps(world: World) -> None:
     assert "done in" in found[0]["lines"][0] and "utilisation" in found[0]["lines"][0]
 
 
+def test_each_plan_has_a_staging_buffer_of_its_own_and_gives_it_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that was given up may still be written to: not into what the next one uses."""
+    made: dict[int, list[weakref.ref[Tensor]]] = {}  # by the rank's thread
+
+    def remembered(num_bytes: int) -> Tensor:
+        mine = made.setdefault(threading.get_ident(), [])
+        assert all(ref() is None for ref in mine), "held after the end of its plan"
+        buffer = staging_buffer(num_bytes)
+        mine.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr("moeserve.rebalancer.staging_buffer", remembered)
+
+    def body(group: EPGroup) -> None:
+        one = open_one(group, Model(group.rank), [], [])
+        try:
+            for ask in (1, 2, 3):
+                if group.rank == 0:
+                    rows = np.random.default_rng(ask).permutation(EXPERTS)
+                    table = np.tile(np.r_[rows, 0, 1], (LAYERS, 1)).astype("<i4").tobytes()
+                    one.ask(Rebalance(ask, table=table))
+                run(group, one, lambda ask=ask: one.stats().done == ask)
+        finally:
+            one.close()
+
+    world(2, body)
+    assert [len(buffers) for buffers in made.values()] == [3, 3]
+    assert all(ref() is None for buffers in made.values() for ref in buffers)
+
+
 def test_wishes_are_answered_and_one_at_a_time(world: World) -> None:
     def body(group: EPGroup) -> list[RebalanceReport]:
         one = open_one(group, Model(group.rank), [], [])
@@ -368,7 +403,8 @@ def test_the_desk_waits_for_its_own_answer() -> None:
 def test_what_ranks_report_shows_in_health_and_metrics() -> None:
     stats = RebalanceStats(
         enabled=True, state="moving", seconds_in_state=1.23456, generation=7, batch=1,
-        num_batches=4, done=3, nothing=5, abandoned=2, moved_slots=90, moved_bytes=12345, seconds=4.5,
+        num_batches=4, done=3, nothing=5, abandoned=2, moved_slots=90, moved_bytes=12345,
+        seconds=4.5,
         gather_seconds=0.25, switch_seconds=0.5, switch_seconds_most=0.01, refused_requests=0,
         last_result="abandoned", last_reason="rank 1: a source stopped answering",
         utilisation=0.8, utilisation_before=0.7, utilisation_after=0.95,
