@@ -134,3 +134,45 @@ def test_the_key_is_asked_for(tmp_path: Path) -> None:
         pytest.raises(MoeserveError, match="admin key is needed.*--admin-key"),
     ):
         Record(locked.url, tmp_path / "a.npz", steps=1).run()
+
+
+# -- offline ------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moeserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+SMALL = ("--kv-tokens", "512", "--max-model-len", "64", "--threads", "1", "--dtype", "float32")
+
+
+def test_generate_saves_the_load_of_what_it_computes(
+    random_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "g.npz"
+    flags = ("--prompt-ids", "5,6,7", "--max-tokens", "4", "--ignore-eos", "--json")
+    done = command(
+        "generate", str(random_checkpoint), *flags, *SMALL, "--record-experts", str(path)
+    )
+    assert done.returncode == 0 and f"expert load: {path}" in done.stderr, done.stderr
+    recording = ExpertRecording.load(path)
+    assert recording.tokens.sum(axis=0).tolist() == [3, 3] and not recording.missing_picks.any()
+    done = command("generate", str(random_checkpoint), *flags, "--record-experts", "no/a.txt")
+    assert done.returncode == 2 and "no such folder" in done.stderr and ".npz" in done.stderr
+
+
+def test_bench_saves_the_load_of_its_runs(random_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "b.npz"
+    lengths = ("--prompt-length", "4", "--output-length", "5", "--prefill-length", "8")
+    flags = ("--batch", "2", "--repeat", "1", *lengths, *SMALL)
+    done = command("bench", str(random_checkpoint), *flags, "--record-experts", str(path))
+    assert done.returncode == 0, done.stderr
+    recording = ExpertRecording.load(path)
+    assert recording.tokens.sum(axis=0).tolist() == [2 * 4 + 8, 2 * 4]
+    assert not recording.missing_picks.any()
