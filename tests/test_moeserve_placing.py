@@ -19,6 +19,7 @@ from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
 from moeserve.fleet import Fleet
+from moeserve.llm import config_from
 from moeserve.placing import describe, first_placement
 from moeserve.startup import prepare
 from moeserve.wire import Ready
@@ -208,3 +209,10 @@ def test_the_fleet_counts_replicas_of_the_placement_in_use() -> None:
         placement, _ = place(family_config("v3"), **settings, ep=4)
         fleet.placement = placement
         assert fleet.shared_replicas() == expected
+
+
+def test_from_python_a_layout_sets_the_ranks_too() -> None:
+    assert config_from("folder", 1, {"layout": "decode-ep144"}).parallel.ep == 144
+    assert config_from("folder", 2, {"shared_expert": "hosted"}).parallel.ep == 2
+    with pytest.raises(ConfigError, match="parallel.ep=4: parallel.layout='decode-ep144' means"):
+        config_from("folder", 4, {"layout": "decode-ep144"})
