@@ -35,6 +35,10 @@ _FEW_SLOTS_WORK = 80  # with two slots a GPU swaps find little, other numbers of
 _OTHER_WORK = 100
 _LEAST_WORK = 2_000_000
 _PART = 0.5
+_SHAKE_WORK = 4_000_000
+_MOST_TRIES = 64
+_LEAST_TRIES = 12  # fewer are not worth their time on large rows
+_TRY_STEPS = 20
 
 
 def arrange(weights: FloatArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
@@ -65,7 +69,35 @@ def arrange(weights: FloatArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
         _keep_better(best, balance, far, *_improve(weights[far], table, bound[far], part))
         others.left += max(part.left, 0)
     _not_below_eplb(weights, num_gpus, best, balance, bound, Work(_LEAST_WORK))
+    far = np.flatnonzero(balance > bound + _WORTH_A_START)
+    if len(far):
+        _shake(weights, bound, best, balance, far)
     return best
+
+
+def _shake(
+    weights: FloatArray, bound: FloatArray, best: IntArray, balance: FloatArray, far: IntArray
+) -> None:
+    """Many starts more where rows are so small that these cost little: each made as if the loads
+    were somewhat different, in a fixed pattern. Small rows have few good tables, far apart."""
+    _, gpus, room = best.shape
+    experts = weights.shape[1]
+    tries = min(_MOST_TRIES, _SHAKE_WORK // (len(far) * gpus * room * room * _TRY_STEPS))
+    if tries < _LEAST_TRIES:
+        return
+    # Multiples of irrational numbers, modulo 1: spread evenly, without a random generator.
+    number = np.arange(1, tries + 1)[:, None]
+    pattern = np.mod(number * 0.6180339887498949 + np.arange(experts) * 0.7548776662466927, 1.0)
+    pattern = np.mod(pattern * (1 + np.arange(experts) % 7) + number * 0.5698402909980532, 1.0)
+    strength = np.mod(number * 0.4142135623730951, 1.0)
+    rows = np.repeat(far, tries)
+    factor = np.tile(1 + strength * (pattern - 0.5), (len(far), 1))
+    shaken = weights[rows] * factor
+    counts, _ = add_replicas(shaken, gpus * room, gpus)
+    table = spread(shaken, counts, gpus, room)
+    made, found = _improve(weights[rows], table, bound[rows], Work(2 * _SHAKE_WORK))
+    winner = found.reshape(len(far), tries).argmin(axis=1) + np.arange(len(far)) * tries
+    _keep_better(best, balance, far, made[winner], found[winner])
 
 
 def _not_below_eplb(

@@ -26,16 +26,19 @@ def spend(
     budget: int,
     group_policy: str,
     prices: Prices,
+    kept: IntArray | None = None,
 ) -> Fresh:
     """base at shape.slots_per_gpu slots; budget: slots a GPU more over all layers. Each goes to the
-    layer whose balance it lowers most, given those before it; the others' stay empty."""
+    layer whose balance it lowers most, given those before it; the others' stay empty. kept [L]: what
+    layers have already and keep, if the budget covers it."""
     layers = len(loads)
     levels = [base]  # the tables with 0, 1, 2 ... slots more
-    extra = np.zeros(layers, dtype=np.int64)
+    if kept is None or kept.sum() > budget:
+        kept = np.zeros(layers, dtype=np.int64)
     most = max(shape.num_experts - shape.slots_per_gpu, 0)  # then a GPU hosts everything
     while True:
-        extra = _greedy([level.balance for level in levels], budget)
         top = len(levels) - 1
+        extra = _greedy([level.balance for level in levels], np.minimum(kept, top), budget)
         # A layer that took all there is to take may want the next slot too.
         if top >= most or (top and not (extra == top).any()):
             break
@@ -88,12 +91,12 @@ def _next_level(
     return Fresh(table=table, slots=np.full(len(loads), slots), notes=made.notes, **out)
 
 
-def _greedy(balances: list[FloatArray], budget: int) -> IntArray:
-    """balances: [L] with 0, 1, 2 ... slots more -> [L] slots more."""
-    extra = np.zeros(len(balances[0]), dtype=np.int64)
+def _greedy(balances: list[FloatArray], kept: IntArray, budget: int) -> IntArray:
+    """balances: [L] with 0, 1, 2 ... slots more -> [L] slots more, at least those kept."""
+    extra = kept.copy()
     stacked = np.stack(balances)
     gains = stacked[:-1] - stacked[1:]
-    for _ in range(budget):
+    for _ in range(budget - int(kept.sum())):
         open_ = extra < len(gains)
         if not open_.any():
             break

@@ -38,9 +38,9 @@ LAYOUTS: tuple[Layout, ...] = (
 class Comparison:
     """One policy on one load under one layout. Balance is busiest GPU / mean GPU, over the layers.
 
-    seconds: CPU time of one plan from nothing. The drifted_* figures are of a placement made for the loads
-    and serving the drifted ones, before and after the same policy plans again; moved is the share
-    of all slots that this moves. None without drifted loads.
+    seconds: CPU time of one plan from nothing. The drifted_* figures are of a placement made for
+    the loads and serving the drifted ones, before and after the same policy plans again; moved is
+    the share of all slots that this moves. None without drifted loads.
     """
 
     trace: str

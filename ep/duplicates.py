@@ -26,6 +26,19 @@ def is_duplicate(table: IntArray) -> BoolArray:
     return out
 
 
+def empty_wasted(table: IntArray) -> IntArray:
+    """table [B, G, k]: where all copies of an expert are on one GPU, all but one become empty: that
+    GPU's load stays what it is."""
+    table = table.copy()
+    duplicate = is_duplicate(table)
+    for row in np.flatnonzero(duplicate.any(axis=(1, 2))):
+        for gpu, place in np.argwhere(duplicate[row]):
+            expert = table[row, gpu, place]
+            if (table[row] == expert).any(axis=1).sum() == 1:
+                table[row, gpu, place] = -1
+    return table
+
+
 def part_duplicates(weights: FloatArray, table: IntArray, most: int) -> tuple[IntArray, BoolArray]:
     """weights [B, E], full table [B, G, k] -> (table, clean [B]): each duplicate is swapped with
     the slot that leaves the less busy pair of GPUs. Rows with more than `most` duplicates, or where

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ep.balance import table_balance
+from ep.duplicates import empty_wasted, is_duplicate
 from ep.plan_loads import PlanError
 from ep.policy import contiguous_table, eplb_can_group, eplb_table, our_table, policy_bound
 from ep.prices import Prices, nodes_reached
@@ -78,6 +79,8 @@ def _one_policy(loads: FloatArray, shape: Shape, policy: str, grouped: bool, slo
         table = eplb_table(loads, shape, slots, grouped)
     else:
         table, kept = our_table(loads, shape, slots, grouped)
+        table = empty_wasted(table)
+        kept = kept[is_duplicate(table[kept]).any(axis=(1, 2))]
         if len(kept):
             notes = (
                 f"layers {kept.tolist()} keep several copies of an expert on a GPU: no table "

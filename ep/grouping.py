@@ -15,8 +15,9 @@ from math import comb
 import numpy as np
 
 from ep.plan_loads import PlanError
+from ep.relabel import hosts
 from ep.replicate import FloatArray, IntArray, balance_bound, in_order_sum
-from ep.shapes import Shape
+from ep.shapes import BoolArray, Shape
 
 # More maps of groups to nodes than this are searched, not enumerated.
 _MOST_MAPS = 5000
@@ -138,7 +139,10 @@ def best_map_bound(loads: FloatArray, shape: Shape, slots_per_gpu: int) -> Float
     1 where there are too many maps to try."""
     if _num_maps(shape.num_groups, shape.num_nodes) > _MOST_MAPS:
         return np.ones(len(loads))
-    _, _, worst = _all_maps(loads, shape, slots_per_gpu)
+    # Ungrouped experts may load nodes unevenly: only what is certain to be there counts.
+    grouped = loads.copy()
+    grouped[:, shape.grouped_experts :] = 0
+    _, _, worst = _all_maps(grouped, shape, slots_per_gpu)
     mean = in_order_sum(loads) / shape.num_gpus
     return np.maximum(worst.max(axis=2).min(axis=1) / mean, 1.0)
 
@@ -243,3 +247,21 @@ def _map_of_layer(weight: FloatArray, gpus: IntArray, room: IntArray) -> IntArra
         load[busy] -= less
         load[node] += less
     return node_of
+
+
+def nodes_of_groups(table: IntArray, shape: Shape, slots: int) -> tuple[IntArray, BoolArray]:
+    """(node of each group [L, g], whether the live GPUs hold groups as node policy asks [L])."""
+    layers = len(table)
+    per_node = shape.gpus_per_node
+    there = hosts(table, shape.num_gpus, shape.num_experts) & shape.live[:, None]
+    by_node = there.reshape(layers, shape.num_nodes, per_node, -1).sum(axis=2)
+    grouped = by_node[:, :, : shape.grouped_experts]
+    of_group = grouped.reshape(layers, shape.num_nodes, shape.num_groups, -1).sum(axis=3) > 0
+    nodes = of_group.argmax(axis=1)  # [L, g]
+    held = (nodes[:, :, None] == np.arange(shape.num_nodes)).sum(axis=1)
+    room = groups_that_fit(shape, slots)
+    if shape.live.all():
+        room = np.minimum(room, shape.num_groups // shape.num_nodes)
+    alone = (of_group.sum(axis=1) == 1).sum(axis=1) == shape.num_groups
+    fits = (held <= room).sum(axis=1) == shape.num_nodes
+    return nodes, np.logical_and(alone, fits)

@@ -72,7 +72,7 @@ def choose(points: list[list[Point]], goal: FloatArray, cap: int | None) -> list
         left -= more
     for number in sorted(held_up):
         now = chosen[number]
-        near = [p for p in points[number] if p.moved - now.moved <= left]
+        near = [now, *(p for p in points[number] if p.moved - now.moved <= left)]
         best = min(near, key=lambda p: (p.busiest, p.moved))
         if best.busiest < now.busiest:
             left -= best.moved - now.moved

@@ -110,6 +110,7 @@ def plan(
         live_gpus=live_gpus,
         num_ungrouped=options.num_ungrouped,
     )
+    capped = options.max_moved_slots is not None
     old = None if previous is None else _previous_table(previous, joined)
     fresh = fresh_tables(joined, shape, options.policy, options.group_policy, options.prices)
     if options.extra_slots_per_gpu:
@@ -120,10 +121,19 @@ def plan(
             options.extra_slots_per_gpu,
             options.group_policy,
             options.prices,
+            kept=None if old is None or not capped else _extra_in_use(old, shape),
         )
-    table = fresh.table
+    table, grouped = fresh.table, fresh.grouped
     if old is not None and options.policy == "ours":
-        table = settle(joined, shape, fresh, old, options.max_moved_slots, options.slack)
+        table, grouped = settle(
+            joined,
+            shape,
+            fresh,
+            old,
+            options.max_moved_slots,
+            options.slack,
+            may_stay_free=capped and options.group_policy == "priced",
+        )
     moved = before = None
     if old is not None:
         hosted = hosts(old, shape.num_gpus, shape.num_experts)
@@ -139,8 +149,9 @@ def plan(
         total = int(moved.sum())
         if total > options.max_moved_slots:
             notes.append(
-                f"moved {total} slots, over the cap of {options.max_moved_slots}: experts that no "
-                "live GPU hosted had to be placed"
+                f"moved {total} slots, over the cap of {options.max_moved_slots}: what had to be "
+                "placed were experts without a live host, and layers whose number of slots or "
+                "group policy changed"
             )
     extra = int((fresh.slots - shape.slots_per_gpu).sum())
     explanation = PlanExplanation(
@@ -152,10 +163,11 @@ def plan(
         num_nodes=shape.num_nodes,
         num_experts=shape.num_experts,
         generation=generation,
-        grouped=fresh.grouped,
+        grouped=grouped,
         before=before,
         after=after,
-        bound=fresh.bound,
+        # A layer that was not grouped after all has another bound, which its balance shows.
+        bound=np.where(grouped == fresh.grouped, fresh.bound, np.minimum(fresh.bound, after)),
         slots_per_gpu=fresh.slots,
         moved=moved,
         duplicates=is_duplicate(table).sum(axis=(1, 2)),
@@ -213,6 +225,12 @@ def _previous_table(previous: ExpertPlacement, loads: FloatArray) -> IntArray:
         )
     table = previous.physical_to_logical
     return table.reshape(len(table), previous.num_ranks, -1)
+
+
+def _extra_in_use(old: IntArray, shape: Shape) -> IntArray:
+    """[L]: slots of a GPU beyond the shape's that some GPU has in use."""
+    used: IntArray = np.max((old >= 0).sum(axis=2), axis=1) - shape.slots_per_gpu
+    return np.maximum(used, 0)
 
 
 def _balance_of_previous(loads: FloatArray, shape: Shape, old: IntArray) -> FloatArray | None:

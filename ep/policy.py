@@ -14,7 +14,14 @@ from ep.arrange import arrange
 from ep.balance import table_balance
 from ep.duplicates import is_duplicate
 from ep.eplb import eplb_tables
-from ep.grouping import best_map_bound, free_blocks, groups_to_nodes, node_blocks
+from ep.grouping import (
+    Block,
+    best_map_bound,
+    free_blocks,
+    groups_to_nodes,
+    node_blocks,
+    nodes_of_groups,
+)
 from ep.replicate import FloatArray, IntArray, balance_bound
 from ep.shapes import Shape
 
@@ -58,27 +65,51 @@ def our_table(
     No expert is twice on a GPU, slots that could only hold such a copy are empty, unless the mean
     of the layers would come out more than EPLB_MARGIN above the EPLB-equivalent's.
     """
-    layers = len(loads)
-    table = np.full((layers, shape.num_gpus, slots_per_gpu), -1, dtype=np.int64)
     if grouped:
-        blocks = node_blocks(shape, groups_to_nodes(loads, shape, slots_per_gpu))
+        nodes = groups_to_nodes(loads, shape, slots_per_gpu)
+        table = _arranged(loads, shape, slots_per_gpu, node_blocks(shape, nodes))
+        if not eplb_can_group(shape):
+            return table, np.zeros(0, dtype=np.int64)
     else:
-        blocks = free_blocks(shape, layers)
+        table = _arranged(loads, shape, slots_per_gpu, free_blocks(shape, len(loads)))
+    floor = eplb_table(loads, shape, slots_per_gpu, grouped)
+    theirs = table_balance(loads, floor, shape.live)
+    if grouped:
+        _try_their_nodes(loads, shape, table, floor, theirs)
+    return _held_to_eplb(loads, shape, table, floor, theirs)
+
+
+def _arranged(loads: FloatArray, shape: Shape, slots_per_gpu: int, blocks: list[Block]) -> IntArray:
+    table = np.full((len(loads), shape.num_gpus, slots_per_gpu), -1, dtype=np.int64)
     for block in blocks:
         weights = block.weights(loads)
         room = min(slots_per_gpu, weights.shape[1])
         block.write(arrange(weights, block.gpus.shape[1], room), table)
-    if grouped and not eplb_can_group(shape):
-        return table, np.zeros(0, dtype=np.int64)
-    return _held_to_eplb(loads, shape, table, grouped)
+    return table
+
+
+def _try_their_nodes(
+    loads: FloatArray, shape: Shape, table: IntArray, floor: IntArray, theirs: FloatArray
+) -> None:
+    """Where EPLB's table is more even, its map of groups to nodes, arranged our way, into table."""
+    worse = np.flatnonzero(table_balance(loads, table, shape.live) > theirs)
+    if not len(worse):
+        return
+    nodes, whole = nodes_of_groups(floor[worse], shape, table.shape[2])
+    worse, nodes = worse[whole], nodes[whole]
+    if not len(worse):
+        return
+    made = _arranged(loads[worse], shape, table.shape[2], node_blocks(shape, nodes))
+    better = table_balance(loads[worse], made, shape.live) < table_balance(
+        loads[worse], table[worse], shape.live
+    )
+    table[worse[better]] = made[better]
 
 
 def _held_to_eplb(
-    loads: FloatArray, shape: Shape, table: IntArray, grouped: bool
+    loads: FloatArray, shape: Shape, table: IntArray, floor: IntArray, theirs: FloatArray
 ) -> tuple[IntArray, IntArray]:
     ours = table_balance(loads, table, shape.live)
-    floor = eplb_table(loads, shape, table.shape[2], grouped)
-    theirs = table_balance(loads, floor, shape.live)
     excess = ours - theirs
     free_of_duplicates = ~is_duplicate(floor).any(axis=(1, 2))
     taken = (excess > 0) & free_of_duplicates

@@ -15,7 +15,7 @@ import numpy as np
 
 from ep.balance import gpu_loads
 from ep.fresh import Fresh
-from ep.grouping import Block, free_blocks, groups_that_fit, node_blocks
+from ep.grouping import Block, free_blocks, node_blocks, nodes_of_groups
 from ep.moves import Point, choose, points_of_layer, stops
 from ep.policy import EPLB_MARGIN
 from ep.refine import Walk, carry_over, host_missing, walk
@@ -34,15 +34,17 @@ def settle(
     previous: IntArray,
     cap: int | None,
     slack: float,
-) -> IntArray:
-    """previous [L, G', k'] -> table [L, G, k]: near enough to the best (`_goal`), with few moved
-    slots, at most cap in all."""
+    may_stay_free: bool,
+) -> tuple[IntArray, BoolArray]:
+    """previous [L, G', k'] -> (table [L, G, k], which layers keep groups on nodes [L]): near enough
+    to the best (`_goal`), with few moved slots, at most cap in all. may_stay_free: a layer that
+    fresh groups, and the old table does not, may be walked as it is."""
     mean = in_order_sum(loads) / shape.num_live
     goal = _goal(fresh, slack) * mean
     before = hosts(previous, shape.num_gpus, shape.num_experts)
     walks = [
         (layers, walk(block, loads, start, before, goal[block.layer]))
-        for layers, block, start in _starts(loads, shape, fresh, previous)
+        for layers, block, start in _starts(loads, shape, fresh, previous, may_stay_free)
     ]
     rows: list[list[tuple[Walk, int]]] = [[] for _ in loads]
     for _, one in walks:
@@ -63,10 +65,12 @@ def settle(
     for layer in np.flatnonzero(unmet):
         points[layer].append(Point(int(moved[layer]), float(busiest[layer]), None))
     chosen = choose(points, goal, cap)
+    grouped = fresh.grouped.copy()
     ends: dict[int, IntArray] = {}
     for layer, point in enumerate(chosen):
         if point.steps is not None:
             table[layer] = -1
+            grouped[layer] &= len(rows[layer][0][0].block.gpus[0]) < shape.num_live
             stops(point, rows[layer], ends)
     for _, one in walks:
         if id(one) not in ends:
@@ -75,7 +79,7 @@ def settle(
         for row, layer in enumerate(one.block.layer):
             if chosen[layer].steps is not None:
                 one.block.take([row]).write(made[row : row + 1], table)
-    return table
+    return table, grouped
 
 
 def _goal(fresh: Fresh, slack: float) -> FloatArray:
@@ -102,22 +106,24 @@ def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray
 
 
 def _starts(
-    loads: FloatArray, shape: Shape, fresh: Fresh, previous: IntArray
+    loads: FloatArray, shape: Shape, fresh: Fresh, previous: IntArray, may_stay_free: bool
 ) -> list[tuple[IntArray, Block, IntArray]]:
     """(layers, block, start [B, H, k] in the block's experts): where walks may begin. Layers of
     equal slots and group policy together; grouped ones only where the old table keeps groups."""
     out = []
     for slots in np.unique(fresh.slots):
-        for grouped in (False, True):
-            layers = np.flatnonzero((fresh.slots == slots) & (fresh.grouped == grouped))
-            if not len(layers):
-                continue
-            if grouped:
-                nodes, whole = _nodes_of_groups(previous[layers], shape, int(slots))
-                layers = layers[whole]
-                blocks = node_blocks(shape, nodes[whole]) if len(layers) else []
-            else:
-                blocks = free_blocks(shape, len(layers))
+        free = np.flatnonzero((fresh.slots == slots) & ~fresh.grouped)
+        grouped = np.flatnonzero((fresh.slots == slots) & fresh.grouped)
+        parts: list[tuple[IntArray, list[Block]]] = []
+        if len(grouped):
+            nodes, whole = nodes_of_groups(previous[grouped], shape, int(slots))
+            if whole.any():
+                parts.append((grouped[whole], node_blocks(shape, nodes[whole])))
+            if may_stay_free:
+                free = np.sort(np.concatenate([free, grouped[~whole]]))
+        if len(free):
+            parts.append((free, free_blocks(shape, len(free))))
+        for layers, blocks in parts:
             for block in blocks:
                 block = replace(block, layer=layers[block.layer])
                 start = _start(loads, block, previous, int(slots))
@@ -137,21 +143,3 @@ def _start(loads: FloatArray, block: Block, previous: IntArray, slots: int) -> I
         named = np.where(own < 0, -1, local[row, own])
         start[row] = carry_over(named, block.gpus[row], room)[0]
     return host_missing(block.weights(loads), start)
-
-
-def _nodes_of_groups(previous: IntArray, shape: Shape, slots: int) -> tuple[IntArray, BoolArray]:
-    """(node of each group [L, g], whether the live GPUs hold groups as node policy asks [L])."""
-    layers = len(previous)
-    per_node = shape.gpus_per_node
-    there = hosts(previous, shape.num_gpus, shape.num_experts) & shape.live[:, None]
-    by_node = there.reshape(layers, shape.num_nodes, per_node, -1).sum(axis=2)
-    grouped = by_node[:, :, : shape.grouped_experts]
-    of_group = grouped.reshape(layers, shape.num_nodes, shape.num_groups, -1).sum(axis=3) > 0
-    nodes = of_group.argmax(axis=1)  # [L, g]
-    held = (nodes[:, :, None] == np.arange(shape.num_nodes)).sum(axis=1)
-    room = groups_that_fit(shape, slots)
-    if shape.live.all():
-        room = np.minimum(room, shape.num_groups // shape.num_nodes)
-    alone = (of_group.sum(axis=1) == 1).sum(axis=1) == shape.num_groups
-    fits = (held <= room).sum(axis=1) == shape.num_nodes
-    return nodes, np.logical_and(alone, fits)
