@@ -67,6 +67,7 @@ class Cause(enum.IntEnum):
     NO_GAIN = 22
     SAME = 23
     DRY_RUN = 24
+    REFUSED = 25
 
 
 CAUSE_TEXT = {
@@ -86,6 +87,7 @@ CAUSE_TEXT = {
     Cause.NO_GAIN: "the best plan gains too little",
     Cause.SAME: "the best plan is the placement in use",
     Cause.DRY_RUN: "a dry run",
+    Cause.REFUSED: "what was asked for cannot be done",
 }
 
 

@@ -78,6 +78,15 @@ class PlanMaker:
             ranks_per_node=self.ranks_per_node,
         )
 
+    def answer_wish(self, question: Question) -> Answer:
+        """As `answer`, but what an operator asked for and cannot be had is no failure: REFUSED,
+        with the reason as `error`."""
+        try:
+            return self.answer(question)
+        except ValueError as error:  # of the table, the planner's options, the staging memory
+            now = utilisation(question.loads.sum(axis=0), question.placement)
+            return Answer(Cause.REFUSED, None, now, {"error": str(error)})
+
     def answer(self, question: Question) -> Answer:
         """Raises what the planner raises, TableError and StagingTooSmall."""
         old, loads = question.placement, question.loads.sum(axis=0)

@@ -292,7 +292,8 @@ class Rebalancer:
             options=wish.options,
             table=wish.table,
         )
-        self._job = _Job(lambda: self._maker.answer(question))
+        think = self._maker.answer if self._wish is None else self._maker.answer_wish
+        self._job = _Job(lambda: think(question))
 
     def _receive(self) -> None:
         """Collective. Rank 0's table to all, who work out the moves."""
@@ -370,7 +371,10 @@ class Rebalancer:
         )
         if self._wish is not None:
             said = {} if self._answer is None else self._answer.explanation
-            self._report(self._wish, order.result.value, reason, said)
+            if order.cause is Cause.REFUSED:
+                self._report(self._wish, "refused", str(said["error"]))
+            else:
+                self._report(self._wish, order.result.value, reason, said)
         if self._staging is not None:
             self._staging.cancel()
         self._transfer.stop_serving(self._at.plan)

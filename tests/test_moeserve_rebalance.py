@@ -339,6 +339,33 @@ def test_each_plan_has_a_staging_buffer_of_its_own_and_gives_it_back(
     assert all(ref() is None for buffers in made.values() for ref in buffers)
 
 
+def test_what_cannot_be_done_is_refused_and_is_no_failure(world: World) -> None:
+    wishes = [
+        Rebalance(1, options={"robust": "mode"}),
+        Rebalance(2, table=b"short"),
+        Rebalance(3, table=np.zeros((LAYERS, 10), "<i4").tobytes()),
+    ]
+
+    def body(group: EPGroup) -> Any:
+        one = open_one(group, Model(group.rank), [], [])
+        reports: list[RebalanceReport] = []
+        try:
+            for number, wish in enumerate(wishes, start=1):
+                if group.rank == 0:
+                    one.ask(wish)
+                run(group, one, lambda number=number: one.stats().nothing == number)
+                reports += one.take_reports()
+            return reports, one.stats().abandoned
+        finally:
+            one.close()
+
+    (reports, abandoned), (others, _) = world(2, body)
+    assert [r.result for r in reports] == ["refused"] * 3 and abandoned == 0 and others == []
+    words = ("robust='mode'", "5 bytes", "experts without a slot")
+    for report, word in zip(reports, words, strict=True):
+        assert word in report.reason
+
+
 def test_wishes_are_answered_and_one_at_a_time(world: World) -> None:
     def body(group: EPGroup) -> list[RebalanceReport]:
         one = open_one(group, Model(group.rank), [], [])
