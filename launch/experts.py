@@ -10,9 +10,27 @@ from typing import Annotated
 
 import typer
 
+from launch.commands import Command, Group
+from launch.experts_flags import (
+    HOW,
+    WHAT,
+    AdminKey,
+    ApiKey,
+    Array,
+    Json,
+    Phase,
+    PlacementFile,
+    Ranks,
+    Redundant,
+    Rows,
+    Since,
+    SourceArgument,
+)
+
 experts_app = typer.Typer(
     name="experts",
-    help="See where experts live and what they do; record it.",
+    cls=Group,
+    help="See where experts live and what they do; ask what if; move them; record their load.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -21,14 +39,121 @@ experts_app = typer.Typer(
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Of a server, such as http://127.0.0.1:8000")
 ]
-AdminKey = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", envvar="MOESERVE_ADMIN_KEY", help="If the server asks for one"),
-]
-Json = Annotated[bool, typer.Option("--json", metavar=" ", help="One JSON object on stdout")]
 
 
-@experts_app.command()
+@experts_app.command(cls=Command)
+def top(
+    source: SourceArgument,
+    phase: Phase = "all",
+    since: Since = "window",
+    array: Array = None,
+    intervals: Annotated[
+        bool,
+        typer.Option(
+            "--intervals", help="A line for each interval of a recording", rich_help_panel=WHAT
+        ),
+    ] = False,
+    placement: PlacementFile = None,
+    ranks: Ranks = None,
+    redundant: Redundant = 0,
+    rows: Rows = 10,
+    every: Annotated[
+        float,
+        typer.Option(metavar="SEC", help="Between two looks at a job", rich_help_panel=HOW),
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Do not look again", rich_help_panel=HOW)
+    ] = False,
+    json: Json = False,
+    admin_key: AdminKey = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Hottest experts, balance of layers, loads of ranks, copies, links; of a job again and again.
+
+    On a terminal the table of a running job is renewed until Ctrl-C.
+    """
+    from launch.experts_source import Source
+    from launch.experts_top import Top
+
+    key = admin_key or api_key
+    seen = Source(source, phase, array, placement, ranks, redundant, since, key)
+    Top(seen, rows, every, once, intervals, json).run()
+
+
+@experts_app.command(cls=Command)
+def show(
+    source: SourceArgument,
+    layer: Annotated[
+        int, typer.Option(metavar="N", help="By the model's number", rich_help_panel=WHAT)
+    ],
+    expert: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="One expert of the layer", rich_help_panel=WHAT),
+    ] = None,
+    phase: Phase = "all",
+    since: Since = "window",
+    array: Array = None,
+    placement: PlacementFile = None,
+    ranks: Ranks = None,
+    redundant: Redundant = 0,
+    rows: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Experts to list; 0: all", rich_help_panel=HOW)
+    ] = 0,
+    json: Json = False,
+    admin_key: AdminKey = None,
+    api_key: ApiKey = None,
+) -> None:
+    """One layer, or one expert: on which ranks, why, what share of the load, how many copies."""
+    from launch.experts_show import Show
+    from launch.experts_source import Source
+
+    key = admin_key or api_key
+    seen = Source(source, phase, array, placement, ranks, redundant, since, key)
+    Show(seen, layer, expert, rows, json).run()
+
+
+@experts_app.command(cls=Command)
+def heatmap(
+    source: SourceArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A picture too; ends in .png",
+            rich_help_panel=HOW,
+        ),
+    ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="NAME", help="expert, rank or both", rich_help_panel=HOW)
+    ] = "both",
+    ordered: Annotated[
+        bool,
+        typer.Option(
+            "--ordered", help="Experts from hottest to coldest, not by number", rich_help_panel=HOW
+        ),
+    ] = False,
+    phase: Phase = "all",
+    since: Since = "window",
+    array: Array = None,
+    placement: PlacementFile = None,
+    ranks: Ranks = None,
+    redundant: Redundant = 0,
+    json: Json = False,
+    admin_key: AdminKey = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Load by layer and expert, and by layer and rank: in the terminal, and as a picture."""
+    from launch.experts_heatmap import Heatmap
+    from launch.experts_source import Source
+
+    key = admin_key or api_key
+    seen = Source(source, phase, array, placement, ranks, redundant, since, key)
+    Heatmap(seen, output, by, ordered, json).run()
+
+
+@experts_app.command(cls=Command)
 def record(
     url: Url,
     output: Annotated[
@@ -43,6 +168,7 @@ def record(
     ] = 64,
     json: Json = False,
     admin_key: AdminKey = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Record the load of each expert: by layer, phase and interval of steps.
 
@@ -50,4 +176,5 @@ def record(
     """
     from launch.experts_record import Record
 
-    Record(url, output, seconds, steps, interval_steps, json, admin_key).run()
+    key = admin_key or api_key
+    Record(url, output, seconds, steps, interval_steps, json, key).run()

@@ -21,7 +21,15 @@ from moeserve.peer_loss import is_lost_peer
 
 LOST_PEER = 75  # exit code: this rank is fine, another one is not
 # Errors of the inner packages that mean wrong settings or files.
-_BAD_INPUT = ("ConfigError", "UnsupportedModel", "CheckpointError", "PlacementError")
+_BAD_INPUT = (
+    "ConfigError",
+    "UnsupportedModel",
+    "CheckpointError",
+    "PlacementError",
+    "PlanError",
+    "RecordingError",
+    "TraceError",
+)
 _OUR_PACKAGES = ("launch", "moeserve", "models", "dispatch", "ep")
 
 

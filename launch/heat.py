@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 CELLS = " ▁▂▃▄▅▆▇█"
 # From cold to hot (xterm colours): told apart without colour by the height of the cell.
 COLOURS = (236, 18, 19, 26, 37, 71, 178, 208, 196)
@@ -46,3 +49,31 @@ def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int, columns: int = 
         text.append(f" {peak:.1f}x\n")
     text.rstrip()
     return text
+
+
+def grid(names: list[str], values: NDArray[np.float64], columns: int) -> tuple[Any, int]:
+    """values [L, N], each over the mean of its row -> (a line a row, how many values a cell is).
+
+    A cell is the largest of its values: what is hot is not averaged away. Few values get cells two
+    wide; what does not fit columns is put together.
+    """
+    from rich.text import Text
+
+    width = max(map(len, names))
+    room = max(columns - width - len("   12.3x"), 1)
+    count = values.shape[1]
+    each = -(-count // room)
+    cells = -(-count // each)
+    wide = max(1, min(4, room // cells))
+    padded = np.full((len(values), cells * each), -np.inf)
+    padded[:, :count] = values
+    largest = padded.reshape(len(values), cells, each).max(axis=2)
+    text = Text(no_wrap=True, overflow="crop")
+    for name, row in zip(names, largest, strict=True):
+        text.append(f"{name:>{width}} ", style="dim")
+        for value in row:
+            step = level(round(1000 * float(value)), 1000.0)
+            text.append(CELLS[step] * wide, style=f"color({COLOURS[step]}) on color(234)")
+        text.append(f" {row.max():.1f}x\n")
+    text.rstrip()
+    return text, each

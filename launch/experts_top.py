@@ -1,0 +1,397 @@
+"""`moeserve experts top`: hottest experts, balance of layers, loads of ranks, replicas, links.
+
+`top_report` makes the numbers from a View, `top_screen` their picture; `Top` shows it once, again
+and again, or for each interval of a recording.
+
+Shape letters: L layers, E experts, G ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ep.replicate import balance_bound
+from launch.experts_screen import beside, console, emit, heat, meter, table
+from launch.experts_source import Source, recording_view
+from launch.experts_units import show_count
+from launch.experts_view import View
+from moeserve.errors import ConfigError
+
+WIDE = 132  # columns from which tables stand side by side
+
+
+@dataclass(frozen=True)
+class Top:
+    """The command's flags. every: seconds between looks at a job; once: do not look again.
+    rows: of each table. intervals: a line for each interval of a recording."""
+
+    source: Source
+    rows: int = 10
+    every: float = 2.0
+    once: bool = False
+    intervals: bool = False
+    as_json: bool = False
+
+    def run(self) -> None:
+        if not 0.1 <= self.every <= 3600:
+            raise ConfigError([f"--every {self.every:g}: must be 0.1 to 3600 seconds"])
+        view = self.source.read()
+        if self.intervals:
+            self._intervals(view)
+        elif self.as_json:
+            emit(top_report(view, self.rows))
+        elif view.kind == "job" and not self.once and sys.stdout.isatty():
+            self._live(view)
+        else:
+            screen = console()
+            screen.print(top_screen(top_report(view, self.rows), screen.width))
+
+    def _live(self, view: View) -> None:
+        from rich.live import Live
+
+        screen = console()
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    report = top_report(view, self.rows)
+                    live.update(top_screen(report, screen.width, live=True), refresh=True)
+                    time.sleep(self.every)
+                    view = self.source.read()
+            except KeyboardInterrupt:
+                return  # how one leaves
+
+    def _intervals(self, view: View) -> None:
+        recording = view.recording
+        if recording is None:
+            raise ConfigError([f"--intervals: {view.name} is a {view.kind}, no recording"])
+        reports = []
+        for number in range(recording.num_intervals):
+            part = recording.slice(number, number + 1)
+            one = replace(recording_view(view.name, part, view.phase), num_routed=view.num_routed)
+            if view.assumed and view.placement is not None:
+                one = one.placed_as(view.placement)
+            short = top_report(one, 1)
+            reports.append(
+                {
+                    "interval": number,
+                    "first_step": int(part.steps[0, 0]),
+                    "last_step": int(part.steps[0, 1]),
+                    "steps": int(part.num_steps[0]),
+                    "seconds": float(part.seconds[0]),
+                    "tokens": short["tokens"],
+                    "generation": short["generation"],
+                    "balance": short["balance"],
+                    "hottest": short["hottest"][0] if short["hottest"] else None,
+                }
+            )
+        if self.as_json:
+            emit({"command": "top", **view.summary(), "over_time": reports})
+            return
+        rows = [_interval_row(report) for report in reports]
+        columns = (
+            "", "steps", "tokens", "plan", "balance", "worst", "layer",
+            "hottest: layer", "expert", "x mean",
+        )  # fmt: skip
+        title = f"{view.name}: {len(rows)} intervals, {view.phase} tokens"
+        console().print(table(title, columns, rows))
+
+
+def _interval_row(report: dict[str, Any]) -> list[Any]:
+    balance, hottest = report["balance"], report["hottest"]
+    where = ["-", "-", "-"]
+    if hottest is not None:
+        where = [hottest["layer"], hottest["expert"], heat(hottest["times_mean"], digits=1)]
+    return [
+        report["interval"],
+        f"{report['first_step']}-{report['last_step']}",
+        show_count(sum(report["tokens"].values())),
+        "-" if report["generation"] is None else report["generation"],
+        "-" if balance is None else heat(balance["mean"]),
+        "-" if balance is None else heat(balance["worst"]),
+        "-" if balance is None else balance["worst_layer"],
+        *where,
+    ]
+
+
+# -- the numbers --------------------------------------------------------------------------------
+
+
+def top_report(view: View, rows: int = 10) -> dict[str, Any]:
+    """As JSON. Parts that the source says nothing of are None: balance, ranks (no placement), links
+    (no traffic)."""
+    report: dict[str, Any] = {"command": "top", **view.summary()}
+    report["tokens"] = view.about.get("tokens")
+    report["picks"] = int(view.loads.sum())
+    report["balance"] = _balance(view) if view.placement is not None else None
+    report["layers"] = _layers(view)
+    report["hottest"] = _hottest(view, rows)
+    report["ranks"] = _ranks(view) if view.placement is not None else None
+    report["links"] = _links(view, rows) if view.traffic is not None else None
+    return report
+
+
+def _balance(view: View) -> dict[str, Any]:
+    """Busiest / mean rank, over the layers that have load."""
+    busy = np.flatnonzero(view.busy)
+    if not len(busy):
+        return {"mean": 1.0, "worst": 1.0, "worst_layer": view.row_name(0), "utilisation": 1.0}
+    worst = int(busy[view.balance[busy].argmax()])
+    return {
+        "mean": float(view.balance[busy].mean()),
+        "worst": float(view.balance[worst]),
+        "worst_layer": view.row_name(worst),
+        "utilisation": float((1 / view.balance[busy]).mean()),
+    }
+
+
+def _layers(view: View) -> list[dict[str, Any]]:
+    placed = view.placement
+    bounds = None
+    if placed is not None:
+        slots = placed.num_physical_experts - placed.num_empty_slots
+        loads = np.where(view.busy[:, None], view.loads, 1.0)
+        bounds = balance_bound(loads, slots, placed.num_ranks)
+    out = []
+    for row in range(len(view.layers)):
+        expert = int(view.times_mean[row, : view.num_routed].argmax())
+        layer: dict[str, Any] = {
+            "layer": view.layers[row],
+            "mtp": view.is_mtp(row),
+            "picks": int(view.loads[row].sum()),
+            "hottest_expert": expert,
+            "hottest_times_mean": float(view.times_mean[row, expert]),
+        }
+        if bounds is not None:
+            layer |= {
+                "balance": float(view.balance[row]),
+                "bound": float(bounds[row]),
+                "busiest_rank": int(view.rank_loads[row].argmax()),
+            }
+        out.append(layer)
+    return out
+
+
+def _hottest(view: View, rows: int) -> list[dict[str, Any]]:
+    """By load over the mean of the layer's routed experts. split: of each replica."""
+    heats = view.times_mean[:, : view.num_routed]
+    order = np.argsort(-heats, axis=None, kind="stable")[:rows]
+    out = []
+    for row, expert in zip(*np.unravel_index(order, heats.shape), strict=True):
+        if heats[row, expert] <= 0:
+            break
+        one: dict[str, Any] = {
+            "layer": view.layers[row],
+            "expert": int(expert),
+            "share": float(view.loads[row, expert] / view.loads[row].sum()),
+            "times_mean": float(heats[row, expert]),
+        }
+        if view.placement is not None:
+            one["split"] = split_of(view, int(row), int(expert))
+        out.append(one)
+    return out
+
+
+def split_of(view: View, row: int, expert: int) -> list[dict[str, Any]]:
+    """The replicas of an expert: where, and what share of its load each takes (they take turns)."""
+    placed = view.placed
+    slots = [int(s) for s in placed.logical_to_physical[row, expert] if s >= 0]
+    return [{"slot": s, "rank": placed.rank_of(s), "share": 1 / len(slots)} for s in slots]
+
+
+def _ranks(view: View) -> list[dict[str, Any]]:
+    busy = view.rank_times_mean[view.busy]
+    out = []
+    for rank in range(view.placed.num_ranks):
+        mine = busy[:, rank] if len(busy) else np.zeros(1)
+        worst = int(np.flatnonzero(view.busy)[mine.argmax()]) if len(busy) else 0
+        out.append(
+            {
+                "rank": rank,
+                "node": rank // view.ranks_per_node,
+                "times_mean": float(mine.mean()),
+                "worst_times_mean": float(mine.max()),
+                "worst_layer": view.row_name(worst),
+                "busiest_layers": int((view.rank_loads.argmax(axis=1) == rank)[view.busy].sum()),
+            }
+        )
+    return out
+
+
+def _links(view: View, rows: int) -> dict[str, Any]:
+    """Rows sent from rank to rank by dispatch, all layers."""
+    assert view.traffic is not None
+    traffic = view.traffic.astype(np.float64)
+    total = max(float(traffic.sum()), 1.0)
+    ranks = np.arange(len(traffic))
+    node = ranks // view.ranks_per_node
+    same_rank, same_node = ranks[:, None] == ranks, node[:, None] == node
+    apart = np.where(same_rank, -1.0, traffic)
+    busiest = []
+    for flat in np.argsort(-apart, axis=None, kind="stable")[:rows]:
+        a, b = divmod(int(flat), len(traffic))
+        if apart[a, b] <= 0:
+            break
+        busiest.append(
+            {"from": a, "to": b, "rows": int(traffic[a, b]), "share": apart[a, b] / total}
+        )
+    return {
+        "rows": int(traffic.sum()),
+        "same_rank": float(traffic[same_rank].sum() / total),
+        "same_node": float(traffic[same_node & ~same_rank].sum() / total),
+        "between_nodes": float(traffic[~same_node].sum() / total),
+        "sent": traffic.sum(axis=1).astype(int).tolist(),
+        "received": traffic.sum(axis=0).astype(int).tolist(),
+        "busiest": busiest,
+    }
+
+
+# -- the picture --------------------------------------------------------------------------------
+
+
+def top_screen(report: dict[str, Any], columns: int, live: bool = False) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [head(report)]
+    if live:
+        parts[0].append("   Ctrl-C leaves", style="dim")
+    if not report["picks"]:
+        parts.append(Text("no expert had any load yet", style="dim"))
+        return Group(*parts)
+    layers, hottest = _layer_table(report), _hottest_table(report)
+    ranks = _rank_table(report) if report["ranks"] else None
+    links = _link_table(report) if report["links"] else None
+    if columns >= WIDE and ranks is not None:
+        parts.append(beside(layers, hottest))
+        parts.append(beside(ranks, links) if links is not None else ranks)
+    else:
+        parts += [x for x in (layers, hottest, ranks, links) if x is not None]
+    return Group(*parts)
+
+
+def head(report: dict[str, Any]) -> Any:
+    """The first line: what is looked at."""
+    from rich.text import Text
+
+    text = Text()
+    text.append(report["source"], style="bold")
+    said = []
+    if report["kind"] == "job":
+        steps = report.get("steps")
+        said.append(f"last {steps} steps" if report["since"] == "window" else "since start")
+    elif report.get("steps"):
+        said.append(f"{report['steps']} step{'s' * (report['steps'] > 1)}")
+    tokens = report.get("tokens")
+    if tokens:
+        said.append(
+            " + ".join(f"{show_count(n)} {phase}" for phase, n in tokens.items()) + " tokens"
+        )
+    if report["phase"] != "all":
+        said.append(f"{report['phase']} only")
+    if report["num_ranks"]:
+        said.append(f"{report['num_ranks']} ranks")
+    if report["generation"] is not None:
+        said.append(f"placement {report['generation']}")
+    elif report["placement_assumed"]:
+        said.append("placement as given")
+    text.append("  " + ", ".join(said), style="dim")
+    return text
+
+
+def _most(report: dict[str, Any]) -> int:
+    return max(len(report["hottest"]), 1)
+
+
+def _layer_table(report: dict[str, Any]) -> Any:
+    most, every = _most(report), report["layers"]
+    if report["balance"] is None:
+        worst = sorted(every, key=lambda x: -x["hottest_times_mean"])[:most]
+        rows = [
+            [_layer(x), show_count(x["picks"]), x["hottest_expert"], heat(x["hottest_times_mean"])]
+            for x in worst
+        ]
+        return table("Layers, the most skewed first", ("layer", "picks", "hottest", "x mean"), rows)
+    balance = report["balance"]
+    worst = sorted((x for x in every if x["picks"]), key=lambda x: -x["balance"])[:most]
+    full = max(2.0, balance["worst"])
+    rows = [
+        [
+            _layer(x),
+            meter(x["balance"], full, 14, mark=1.0),
+            heat(x["balance"]),
+            f"{x['bound']:.2f}",
+            x["busiest_rank"],
+            f"{x['hottest_expert']} ({x['hottest_times_mean']:.1f}x)",
+        ]
+        for x in worst
+    ]
+    busy = sum(1 for x in every if x["picks"])
+    return table(
+        f"Balance: mean {balance['mean']:.3f}, worst {balance['worst']:.3f} (layer "
+        f"{balance['worst_layer']})",
+        ("layer", "<busiest rank / mean", "", "bound", "rank", "hottest expert"),
+        rows,
+        f"the worst {len(rows)} of {busy} layers with load" if len(rows) < busy else "",
+    )
+
+
+def _layer(x: dict[str, Any]) -> str:
+    return f"{x['layer']}{' MTP' if x['mtp'] else ''}"
+
+
+def _hottest_table(report: dict[str, Any]) -> Any:
+    rows = []
+    for x in report["hottest"]:
+        row = [x["layer"], x["expert"], heat(x["times_mean"], digits=1), f"{x['share']:.1%}"]
+        if "split" in x:
+            ranks = [s["rank"] for s in x["split"]]
+            listed = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+            each = f" ({x['split'][0]['share']:.0%} each)" if len(ranks) > 1 else ""
+            row += [len(ranks), listed + each]
+        rows.append(row)
+    columns = ["layer", "expert", "x mean", "share"]
+    if report["hottest"] and "split" in report["hottest"][0]:
+        columns += ["copies", "<on ranks"]
+    return table("Hottest experts", columns, rows)
+
+
+def _rank_table(report: dict[str, Any]) -> Any:
+    most, links = 2 * _most(report), report["links"]
+    every = sorted(report["ranks"], key=lambda x: -x["times_mean"])
+    shown = every if len(every) <= most else [*every[: most // 2], *every[-(most - most // 2) :]]
+    rows = []
+    full = max(2.0, every[0]["times_mean"])
+    for number, x in enumerate(shown):
+        if len(shown) < len(every) and number == most // 2:
+            rows.append(["...", "", "", "", "", ""])
+        row = [x["rank"], x["node"], meter(x["times_mean"], full, 14, mark=1.0)]
+        row += [heat(x["times_mean"]), heat(x["worst_times_mean"]), x["worst_layer"]]
+        rows.append(row)
+    columns = ["rank", "node", "<load / mean", "", "worst", "layer"]
+    if links is not None:
+        columns += ["rows sent", "received"]
+        for row, x in zip([r for r in rows if r[0] != "..."], shown, strict=True):
+            row += [show_count(links["sent"][x["rank"]]), show_count(links["received"][x["rank"]])]
+        rows = [[*r, *[""] * (len(columns) - len(r))] for r in rows]
+    title = (
+        "Ranks" if len(shown) == len(every) else f"Ranks, the busiest and idlest of {len(every)}"
+    )
+    return table(title, columns, rows)
+
+
+def _link_table(report: dict[str, Any]) -> Any:
+    links = report["links"]
+    rows = [
+        [x["from"], x["to"], show_count(x["rows"]), f"{x['share']:.1%}"] for x in links["busiest"]
+    ]
+    return table(
+        f"Links: {links['same_rank']:.0%} stay on their rank, {links['same_node']:.0%} on their "
+        f"node, {links['between_nodes']:.0%} go between nodes",
+        ("from rank", "to rank", "rows", "share"),
+        rows,
+    )
