@@ -20,7 +20,6 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
-    model_validator,
 )
 
 from ep.presets import PRESETS
@@ -117,14 +116,6 @@ class RebalanceSection(Section):
     deadline: float = Field(60.0, gt=0)  # seconds for a batch of layers, then all give up
     max_rate: Size | None = Field(None, ge=1)  # bytes a second into a rank; default: no limit
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> RebalanceSection:
-        if self.robust != "mean" and self.windows == 1:
-            raise ValueError(f"robust={self.robust!r}: joins several windows; set windows above 1")
-        if "interval_steps" in self.model_fields_set and not self.enabled:
-            raise ValueError("interval_steps: not used unless enabled is true")
-        return self
-
 
 class ServerSection(Section):
     host: str = "127.0.0.1"
@@ -171,9 +162,27 @@ class ServeConfig(Section):
             config = cls.model_validate(merged)
         except ValidationError as error:
             problems += [_problem(cls, e) for e in error.errors()]
+        else:
+            problems += _unused(config.rebalance)
         if problems:
             raise ConfigError(problems)
         return config
+
+
+def _unused(section: RebalanceSection) -> list[str]:
+    """Settings of rebalancing that do nothing beside the others."""
+    problems = []
+    if "interval_steps" in section.model_fields_set and not section.enabled:
+        problems.append(
+            f"rebalance.interval_steps={section.interval_steps}: not used unless rebalance.enabled "
+            "is true"
+        )
+    if section.robust != "mean" and section.windows == 1:
+        problems.append(
+            f"rebalance.robust={section.robust!r}: joins several windows; give rebalance.windows, "
+            "at least 2"
+        )
+    return problems
 
 
 def flat_name(section: str, field: str) -> str:

@@ -158,7 +158,7 @@ def config(**rebalance: Any) -> ServeConfig:
 def test_settings_that_cannot_work_are_refused_by_name() -> None:
     for given, words in (
         ({"robust": "max"}, "windows"),
-        ({"interval_steps": 5}, "not used unless enabled"),
+        ({"interval_steps": 5}, "not used unless rebalance.enabled"),
         ({"threshold": 1.5}, "at most 1"),
         ({"group_policy": "nodes"}, "nearest: node"),
         ({"max_rate": "fast"}, "bytes"),
