@@ -29,6 +29,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
     write_tokenizer(folder)
     with real_job(folder) as running:
         yield running
+        running.ranks[0].die()  # while somebody hears its last words
 
 
 class Traffic:

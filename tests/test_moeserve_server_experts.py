@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(folder: Path) -> Iterator[Rehearsal]:
     with real_job(folder) as running:
         yield running
+        running.ranks[0].die()  # while somebody hears its last words
 
 
 @pytest.fixture
