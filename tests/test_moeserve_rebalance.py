@@ -24,6 +24,7 @@ from ep.transfer import staging_buffer
 from moeserve import metrics, wire
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, NotReady
+from moeserve.llm import config_from
 from moeserve.lockstep import Lockstep, StepAgreement, Vote
 from moeserve.rebalance_build import open_rebalancer, our_planner, rebalance_problems
 from moeserve.rebalance_desk import RebalanceDesk
@@ -173,6 +174,13 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
     assert rebalance_problems(config(enabled=True), two, OLD, 1, EXPERTS) == []
     wrong = config(robust="mode", windows=2)
     assert "rebalance.robust='mode'" in rebalance_problems(wrong, two, OLD, 1, EXPERTS)[0]
+
+
+def test_without_sections_its_settings_have_its_name() -> None:
+    made = config_from("folder", 2, {"rebalance": True, "rebalance_max_rate": "5MB"})
+    assert made.rebalance.enabled and made.rebalance.max_rate == 5_000_000
+    with pytest.raises(ConfigError, match="enabled=True: unknown setting.*rebalance_deadline"):
+        config_from("folder", 2, {"enabled": True})
 
 
 # -- put together -------------------------------------------------------------------------------
