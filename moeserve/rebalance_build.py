@@ -18,6 +18,7 @@ from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from ep.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
+from ep.presets import PRESETS
 from ep.rebalance import RebalancePolicy
 from ep.transfer import Transfer
 from moeserve.config import ServeConfig
@@ -53,11 +54,15 @@ def rebalance_problems(
 
 
 def planner_options(config: ServeConfig) -> dict[str, Any]:
-    """Those of `ep.planner.PlanOptions` that are settings."""
+    """Those of `ep.planner.PlanOptions` that are settings. A named layout brings its group policy."""
     section = config.rebalance
+    policy: str = section.group_policy
+    layout = PRESETS.get(config.parallel.layout or "")
+    if layout is not None and "group_policy" not in section.model_fields_set:
+        policy = layout.group_policy
     return {
         "robust": section.robust,
-        "group_policy": section.group_policy,
+        "group_policy": policy,
         "max_moved_slots": section.max_moved_slots,
     }
 

@@ -9,6 +9,7 @@ import pytest
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
+from ep.presets import PRESETS
 from launch.job import run_job
 from launch.settings import SERVING, Given
 from models.deepseek.config import DeepSeekConfig
@@ -21,6 +22,7 @@ from moeserve.errors import ConfigError
 from moeserve.fleet import Fleet
 from moeserve.llm import config_from
 from moeserve.placing import describe, first_placement
+from moeserve.rebalance_build import planner_options
 from moeserve.startup import prepare
 from moeserve.wire import Ready
 
@@ -216,3 +218,12 @@ def test_from_python_a_layout_sets_the_ranks_too() -> None:
     assert config_from("folder", 2, {"shared_expert": "hosted"}).parallel.ep == 2
     with pytest.raises(ConfigError, match="parallel.ep=4: parallel.layout='decode-ep144' means"):
         config_from("folder", 4, {"layout": "decode-ep144"})
+
+
+def test_rebalancing_keeps_to_the_layouts_group_policy_unless_told() -> None:
+    parallel = {"layout": "prefill-ep32"}
+    for rebalance, expected in (({}, PRESETS["prefill-ep32"].group_policy),
+                                ({"group_policy": "free"}, "free")):  # fmt: skip
+        config = ServeConfig.load(None, {"parallel": parallel, "rebalance": rebalance})
+        assert planner_options(config)["group_policy"] == expected
+    assert planner_options(ServeConfig())["group_policy"] == "free"

@@ -36,6 +36,7 @@ CASES = (
     ("v2-lite-fp8", "bfloat16", "fp8", "hosted", 3),
     ("v2-lite-fp8", "float32", "dequantised", "hosted", 18),
 )
+FEW = (CASES[0], CASES[4], CASES[5], CASES[6])  # for two ranks: what four cover is left to them
 LENGTH = 96
 
 
@@ -47,7 +48,7 @@ def test_hosted_changes_no_bit(num_ranks: int, tmp_path: Path) -> None:
     fast = reports[0].pop("fast")
     for report in reports[1:]:
         fast |= report.pop("fast")
-    assert len(reports[0]) == len(CASES)
+    assert len(reports[0]) == len(CASES if num_ranks > 2 else FEW)
     for case in reports[0]:
         merged: dict[str, Any] = {}
         for report in reports:
@@ -112,7 +113,7 @@ def serve(engine: Engine, mine: list[Request]) -> dict[str, list[Any]]:
 def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for name, dtype, weights, shared, redundant in CASES:
+    for name, dtype, weights, shared, redundant in CASES if group.size > 2 else FEW:
         checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
         engine = load(checkpoint, group, dtype, weights, shared, redundant)
         asked = requests(engine.runner.model.config.vocab_size)
