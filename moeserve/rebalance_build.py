@@ -54,7 +54,7 @@ def rebalance_problems(
 
 
 def planner_options(config: ServeConfig) -> dict[str, Any]:
-    """Those of `ep.planner.PlanOptions` that are settings. A named layout brings its group policy."""
+    """Those of `ep.planner.PlanOptions` that are settings; a named layout has a group policy."""
     section = config.rebalance
     policy: str = section.group_policy
     layout = PRESETS.get(config.parallel.layout or "")
