@@ -29,8 +29,8 @@ def spend(
     kept: IntArray | None = None,
 ) -> Fresh:
     """base at shape.slots_per_gpu slots; budget: slots a GPU more over all layers. Each goes to the
-    layer whose balance it lowers most, given those before it; the others' stay empty. kept [L]: what
-    layers have already and keep, if the budget covers it."""
+    layer whose balance it lowers most, given those before it; the others' stay empty. kept [L]:
+    what layers have already and keep, if the budget covers it."""
     layers = len(loads)
     levels = [base]  # the tables with 0, 1, 2 ... slots more
     if kept is None or kept.sum() > budget:

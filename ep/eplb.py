@@ -30,7 +30,7 @@ def eplb_tables(
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     layers, experts = weights.shape
-    if num_nodes == 1:
+    if num_groups == 1:
         table, copy = one_node(weights, num_slots, num_gpus)
         return table.reshape(layers, -1), copy.reshape(layers, -1)
     by_node = group_order(weights, num_groups, num_nodes)  # experts in order of their node

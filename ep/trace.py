@@ -134,8 +134,7 @@ def _decode(path: Path, content: bytes) -> Any:
         return np.load(io.BytesIO(content), allow_pickle=False)
     if path.suffix == ".csv":
         text = content.decode()
-        first = text.split("\n", 1)[0]
-        skip = int(any(c.isalpha() for c in first.replace("e", "").replace("E", "")))
+        skip = 0 if _all_numbers(text.split("\n", 1)[0].split(",")) else 1  # a head line
         return np.loadtxt(io.StringIO(text), delimiter=",", skiprows=skip, ndmin=2)
     if path.suffix == ".json":
         return json.loads(content)
@@ -143,6 +142,13 @@ def _decode(path: Path, content: bytes) -> Any:
 
     # weights_only: tensors and plain containers, no code of the file runs.
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _all_numbers(words: list[str]) -> bool:
+    try:
+        return bool([float(word) for word in words])
+    except ValueError:
+        return False
 
 
 def _find(path: Path, held: Any, name: str | None) -> tuple[Any, str]:
@@ -167,7 +173,7 @@ def _find_in(path: Path, held: Mapping[str, Any], name: str | None) -> tuple[Any
     if isinstance(held.get("records"), list) and held["records"]:
         # A record does not say which map was in force: the last one has to do.
         maps = {key: held[key] for key in MAPS if key in held}
-        return _find_in_records(path, [{**maps, **record} for record in held["records"]])
+        return _find_in_records(path, held["records"], maps)
     for key in PHYSICAL:
         if key in held:
             return _to_logical(path, held, key), key
@@ -185,11 +191,13 @@ def _find_in(path: Path, held: Mapping[str, Any], name: str | None) -> tuple[Any
     )
 
 
-def _find_in_records(path: Path, records: list[Any]) -> tuple[Any, str]:
+def _find_in_records(
+    path: Path, records: list[Any], more: Mapping[str, Any] | None = None
+) -> tuple[Any, str]:
     """One mapping a step (or a rank): their counts, step by step."""
     if not all(isinstance(record, Mapping) for record in records):
         raise TraceError(f"{path}: records are not all mappings; accepted are {_ACCEPTED}")
-    found = [_find_in(path, record, None) for record in records]
+    found = [_find_in(path, {**(more or {}), **record}, None) for record in records]
     arrays = [np.asarray(_plain(array), dtype=np.float64) for array, _ in found]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
