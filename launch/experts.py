@@ -26,6 +26,7 @@ from launch.experts_flags import (
     Since,
     SourceArgument,
 )
+from launch.experts_whatif import add_whatif
 
 experts_app = typer.Typer(
     name="experts",
@@ -151,6 +152,9 @@ def heatmap(
     key = admin_key or api_key
     seen = Source(source, phase, array, placement, ranks, redundant, since, key)
     Heatmap(seen, output, by, ordered, json).run()
+
+
+add_whatif(experts_app)
 
 
 @experts_app.command(cls=Command)

@@ -64,7 +64,7 @@ class ExpertsHttp:
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise MoeserveError(f"{self.url}{path}: no answer: {reason}") from None
-        if response.status_code == httpx.codes.OK:
+        if response.is_success:
             return response
         try:
             message = str(response.json()["error"]["message"])

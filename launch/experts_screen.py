@@ -71,7 +71,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], not
         )
     for row in rows:
         made.add_row(*[cell if hasattr(cell, "append") else str(cell) for cell in row])
-    parts = [Text(title, style=FOCUS), made]  # not the table's own, which wraps to its width
+    parts: list[Any] = [
+        Text(title, style=FOCUS),
+        made,
+    ]  # not the table's own, which wraps to its width
     return Group(*parts, Text(note + "\n", style=DIM)) if note else Group(*parts)
 
 

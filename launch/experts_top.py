@@ -93,19 +93,16 @@ class Top:
             emit({"command": "top", **view.summary(), "over_time": reports})
             return
         rows = [_interval_row(report) for report in reports]
-        columns = (
-            "", "steps", "tokens", "plan", "balance", "worst", "layer",
-            "hottest: layer", "expert", "x mean",
-        )  # fmt: skip
+        columns = ("", "steps", "tokens", "gen", "balance", "worst", "layer", "hottest expert")
         title = f"{view.name}: {len(rows)} intervals, {view.phase} tokens"
         console().print(table(title, columns, rows))
 
 
 def _interval_row(report: dict[str, Any]) -> list[Any]:
     balance, hottest = report["balance"], report["hottest"]
-    where = ["-", "-", "-"]
+    where = "-"
     if hottest is not None:
-        where = [hottest["layer"], hottest["expert"], heat(hottest["times_mean"], digits=1)]
+        where = f"{hottest['layer']}: {hottest['expert']} ({hottest['times_mean']:.1f}x)"
     return [
         report["interval"],
         f"{report['first_step']}-{report['last_step']}",
@@ -114,7 +111,7 @@ def _interval_row(report: dict[str, Any]) -> list[Any]:
         "-" if balance is None else heat(balance["mean"]),
         "-" if balance is None else heat(balance["worst"]),
         "-" if balance is None else balance["worst_layer"],
-        *where,
+        where,
     ]
 
 

@@ -98,7 +98,7 @@ class View:
     @cached_property
     def busy(self) -> NDArray[np.bool_]:
         """[L]: layers that have load."""
-        busy: NDArray[np.bool_] = self.loads.any(axis=1)
+        busy: NDArray[np.bool_] = self.loads.sum(axis=1) > 0
         return busy
 
     @cached_property
