@@ -62,15 +62,14 @@ class Bench:
         batches = self._batches(problems)
         if self.record_experts is not None:
             problems += output_problems("--record-experts", self.record_experts)
-        config = given.resolve(own=problems)
+        config = given.resolve(own=problems, on_rank=env is not None)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
             from launch.job import run_job
-            from launch.serve import report_end
+            from launch.serve import end_job
 
             failure = run_job(config.parallel.ep, sys.argv[1:], endless=False)
-            report_end(failure, config.parallel.ep)
-            return
+            end_job(failure, config.parallel.ep)
         from launch.rank import RankProcess, check_size, run_alone
 
         config = check_size(config, env or RankEnv.alone())

@@ -20,12 +20,13 @@ from threading import Thread
 
 from launch.env import ERRORS, error_file
 from launch.failure import write_verdict
+from launch.processes import leave
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, MoeserveError, RankDied
 from moeserve.lifeline import LIFELINE, when_parent_ends
 
-LAST_WORDS_SECONDS = 4.0  # the death of a rank is known and told within one
+LAST_WORDS_SECONDS = 3.0  # the death of a rank is known and told within one
 
 
 class FrontEndProcess:
@@ -59,7 +60,7 @@ class FrontEndProcess:
         for theirs in (settings_read, news_write):
             os.close(theirs)
         with os.fdopen(settings_write, "w") as settings:
-            settings.write(config.model_dump_json(exclude_unset=True))  # unset stays unset
+            settings.write(config.model_dump_json())
         self._news = os.fdopen(news_read)
         self._on_ready = on_ready
         self.url = ""
@@ -129,7 +130,7 @@ def main() -> None:
 
     code = front_end_main(on_rank_died=_record)
     folder.remove_if_orphaned()
-    sys.exit(code)
+    leave(code)
 
 
 def _record(error: RankDied) -> None:

@@ -26,9 +26,9 @@ from moeserve.errors import ConfigError
 from moeserve.nameless import NamelessFile
 from moeserve.terminal import say
 
-HURRY_SECONDS = 3.0  # what ranks may take to end after a second signal
+HURRY_SECONDS = 2.5  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
-ORPHAN_SECONDS = 5.0  # what a front end without its rank 0 may take to end its streams
+ORPHAN_SECONDS = 3.5  # what a front end without its rank 0 may take to end its streams
 RANK_BYTES = 100_000_000  # an interpreter with torch and nothing else, of its own
 
 

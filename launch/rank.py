@@ -7,8 +7,6 @@ What it does in between is handed in (serving: `launch.serving_rank`; measuring:
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +15,7 @@ import psutil
 
 from launch.env import RankEnv, use_threads
 from launch.failure import LOST_PEER, exit_code_of, is_typed, write
-from launch.processes import is_alive, siblings
+from launch.processes import is_alive, leave, siblings
 from launch.signals import StopSignals, die_with_parent
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
@@ -145,10 +143,8 @@ class RankProcess:
         self.exit(code)
 
     def exit(self, code: int) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
         TorchrunFolder(self.env.error_file).remove_empty()
-        os._exit(code)
+        leave(code)
 
     def _print(self, error: BaseException) -> None:
         if not is_typed(error):

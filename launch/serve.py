@@ -12,10 +12,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from launch.env import RankEnv
 from launch.failure import Failure
-from launch.settings import Given
+from launch.processes import leave
+from launch.settings import Given, no_problems
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, RankDied
 from moeserve.lifeline import when_parent_ends
@@ -27,7 +29,12 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     env = RankEnv.read(os.environ)
     # Whoever brings a front end of their own sends token ids.
     needs_text = front_end is None and (env is None or env.front_end is None)
-    config = given.resolve(needs_text=needs_text)
+    listens = env is None and front_end is None
+    config = given.resolve(
+        needs_text=needs_text,
+        more=port_problems if listens else no_problems,
+        on_rank=env is not None,
+    )
     if env is not None:
         from launch.rank import check_size
         from launch.serving_rank import ServingRank
@@ -36,44 +43,45 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         rank = ServingRank(check_size(config, env), env, given.in_users_words)
         rank.run(rank.serve)
         return
-    if front_end is None:
-        check_port(config)
-    else:  # whoever gave it has started us (moeserve.llm_backends)
+    if front_end is not None:  # whoever gave it has started us (moeserve.llm_backends)
         when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
     from launch.job import run_job
 
     failure = run_job(config.parallel.ep, arguments, front_end)
-    if front_end is not None and failure is not None and failure.told:
-        raise SystemExit(failure.exit_code)  # whoever gave the front end has heard it there
-    report_end(failure, config.parallel.ep)
     if front_end is None:
-        say("stopped")
+        end_job(failure, config.parallel.ep, "stopped")
+    if failure is not None and failure.told:
+        leave(failure.exit_code)  # whoever gave the front end has heard it there
+    end_job(failure, config.parallel.ep)
 
 
-def report_end(failure: Failure | None, num_ranks: int) -> None:
-    """Say how a job failed, if it did, and leave with its exit code."""
+def end_job(failure: Failure | None, num_ranks: int, good_word: str = "") -> NoReturn:
+    """Say how the job of this launcher ended, and leave with its exit code."""
     if failure is None:
-        return
+        say(good_word)
+        leave(0)
     print(failure.details, end="", file=sys.stderr)
     if failure.exit_code < 0 and failure.rank >= 0:
-        raise RankDied(failure.rank, failure.reason)
+        death = RankDied(failure.rank, failure.reason)
+        say(str(death))
+        leave(death.exit_code)
     one_of_many = num_ranks > 1 and failure.rank >= 0
     alike = failure.exit_code == ConfigError.exit_code  # found on all ranks
     who = f"rank {failure.rank}: " if one_of_many and not alike else ""
     for line in failure.reason.splitlines():
         say(f"{who}{line}")
-    raise SystemExit(failure.exit_code)
+    leave(failure.exit_code)
 
 
-def check_port(config: ServeConfig) -> None:
-    """Refuse a taken port now, seconds before the front end would find out."""
+def port_problems(config: ServeConfig) -> list[str]:
+    """A taken port, an address that is not ours: the front end would find out seconds later."""
     host, port = config.server.host, config.server.port
     if port == 0:
-        return
+        return []
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError([f"server.host={host!r}: does not resolve: {error.strerror}"]) from None
+        return [f"server.host={host!r}: does not resolve: {error.strerror}"]
     with socket.socket(family, kind) as probe:
         # As the server does: a port whose connections only linger may be taken again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,10 +89,10 @@ def check_port(config: ServeConfig) -> None:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                wrong = f"server.host={host!r}: is no address of this machine"
-                raise ConfigError([wrong]) from None
+                return [f"server.host={host!r}: is no address of this machine"]
             if error.errno == errno.EADDRINUSE:
                 valid = "another process listens there; choose another, or 0 for any free one"
             else:
                 valid = f"cannot listen on {host}: {error.strerror}"
-            raise ConfigError([f"server.port={port}: {valid}"]) from None
+            return [f"server.port={port}: {valid}"]
+    return []

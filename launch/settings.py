@@ -129,6 +129,10 @@ OFFLINE = ("model", "parallel", "cache", "schedule", "engine", "rebalance")
 SERVING = (*OFFLINE, "server")
 
 
+def no_problems(config: ServeConfig) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True)
 class Given:
     """What the command line said about settings, before validation."""
@@ -149,13 +153,21 @@ class Given:
 
         return Typed(option, self.flags, self.checkpoint, self.config).name(problem)
 
-    def resolve(self, *, needs_text: bool = False, own: Sequence[str] = ()) -> ServeConfig:
+    def resolve(
+        self,
+        *,
+        needs_text: bool = False,
+        own: Sequence[str] = (),
+        more: Callable[[ServeConfig], list[str]] = no_problems,
+        on_rank: bool = False,
+    ) -> ServeConfig:
         """Defaults, then the TOML file, then flags. ConfigError lists every problem, those of the
         checkpoint's folder included. needs_text: the command wants a tokenizer. own: problems of
-        the command's own flags, told first."""
+        the command's own flags, told first. more: finds those that only this command has.
+        on_rank: what needs all ranks to agree is left to them, who say it once."""
         from moeserve.config import ServeConfig
         from moeserve.folder import WANTED, folder_problems, read_model
-        from moeserve.model_fit import model_problems
+        from moeserve.model_fit import given_placement, model_problems
 
         flags = {section: dict(fields) for section, fields in self.flags.items()}
         if self.checkpoint is not None:
@@ -164,8 +176,8 @@ class Given:
             config = ServeConfig.load(self.config, flags)
         except ConfigError as error:
             folder = self.checkpoint
-            more = [] if folder is None else folder_problems(folder, needs_text=needs_text)
-            raise ConfigError([*own, *error.problems, *more, *_between(flags)]) from None
+            its = [] if folder is None else folder_problems(folder, needs_text=needs_text)
+            raise ConfigError([*own, *error.problems, *its, *_between(flags)]) from None
         problems = [*own]
         problems += [
             f"[{section}] is not used by this command; it uses: {', '.join(self.sections)}"
@@ -180,10 +192,14 @@ class Given:
         else:
             problems.append(f"model.checkpoint: not given; name {WANTED}")
         problems += _between(config.model_dump())
+        problems += more(config)
         if not problems:
             model, _ = read_model(config.model.checkpoint)
             assert model is not None
             problems += model_problems(config, model)
+            if not problems and config.parallel.placement is not None and not on_rank:
+                layers = model.num_placement_layers(config.model.mtp and model.num_mtp_layers > 0)
+                given_placement(config, model, layers, config.parallel.ep, problems)
         if problems:
             raise ConfigError(problems)
         return config

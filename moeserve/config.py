@@ -118,7 +118,7 @@ class RebalanceSection(Section):
 
 
 class ServerSection(Section):
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(8000, ge=0, le=65535)  # 0: any free one, printed
     max_queue: int = Field(512, ge=1)  # requests waiting or running before 429
     drain_seconds: float = Field(30.0, ge=0)

@@ -23,7 +23,7 @@ As a command, for a launcher that starts processes and not functions:
 
     python -m moeserve.frontend --config CONFIG.json --num-ranks N --bind-host H [--announce-fd FD]
 
-CONFIG.json is `ServeConfig.model_dump_json(exclude_unset=True)`. Each announcement is one line of
+CONFIG.json is `ServeConfig.model_dump_json()`. Each announcement is one line of
 JSON on FD (default 1, stdout), {"what": "engine" | "http" | "ready" | "failed", "value": ...};
 wrong settings are announced as "failed" too (one problem a line). Exit codes are as above.
 """
@@ -55,7 +55,9 @@ from moeserve.terminal import log_to_terminal, say
 log = logging.getLogger("moeserve.frontend")
 
 STOP_SECONDS = 10.0  # how long ranks may take to say Stopped
-_CLOSE_SECONDS = 2  # how long open connections may take to close after the last answer
+# How long open connections may take to close after the last answer; after the death of a rank,
+# when the whole job has to end soon.
+_CLOSE_SECONDS, _CLOSE_AT_DEATH_SECONDS = 2, 1
 
 Announce = Callable[[str, str], None]
 
@@ -148,6 +150,8 @@ class _FrontEnd:
             else:
                 await client.stop(0)
         finally:
+            if client.failed is not None:
+                server.config.timeout_graceful_shutdown = _CLOSE_AT_DEATH_SECONDS
             server.should_exit = True
             await serving
             for number in (signal.SIGINT, signal.SIGTERM):

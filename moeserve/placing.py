@@ -14,13 +14,13 @@ import numpy as np
 
 from ep.group import EPGroup
 from ep.host_shared import place_with_shared
-from ep.placement import ExpertPlacement, PlacementError
+from ep.placement import ExpertPlacement
 from ep.plan_loads import PlanError
 from ep.planner import plan
 from ep.presets import PRESETS, Layout
 from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig
-from moeserve.model_fit import logical_experts, model_problems
+from moeserve.model_fit import given_placement, logical_experts, model_problems
 
 
 def first_placement(
@@ -38,7 +38,7 @@ def first_placement(
     experts = logical_experts(config, model)
     layers, ranks = model.num_placement_layers(with_mtp), config.parallel.ep
     if config.parallel.placement is not None:
-        return _given(config, model, experts, layers, group, problems)
+        return given_placement(config, model, layers, group.size, problems)
     redundant = config.parallel.redundant_experts
     most = max(1, ranks - 1) * experts
     if redundant > most:
@@ -82,57 +82,6 @@ def _planned(
     except PlanError as error:
         problems.append(f"parallel.layout={preset.name!r}: {error}")
         return None
-
-
-def _given(
-    config: ServeConfig,
-    model: DeepSeekConfig,
-    experts: int,
-    layers: int,
-    group: EPGroup,
-    problems: list[str],
-) -> ExpertPlacement | None:
-    given = config.parallel.placement
-    assert given is not None
-    try:
-        placement = ExpertPlacement.load(given)
-    except PlacementError as error:
-        reason = str(error).removeprefix(f"{given}: ")
-        problems.append(f"parallel.placement={given}: {reason}")
-        return None
-    except OSError as error:
-        problems.append(f"parallel.placement={given}: cannot be read: {error.strerror}")
-        return None
-    fits = True
-    for name, has, needs in (
-        ("layers", placement.num_layers, layers),
-        ("logical experts", placement.num_logical_experts, experts),
-        ("ranks", placement.num_ranks, group.size),
-    ):
-        if has == needs:
-            continue
-        hint = _other_mode(config, model, has) if name == "logical experts" else ""
-        problems.append(f"parallel.placement={given}: has {has} {name}, needs {needs}{hint}")
-        fits = False
-    redundant = config.parallel.redundant_experts
-    if redundant and redundant != placement.num_redundant_experts:
-        problems.append(
-            f"parallel.redundant_experts={redundant}: the given placement has "
-            f"{placement.num_redundant_experts}; leave the setting out"
-        )
-    return placement if fits else None
-
-
-def _other_mode(config: ServeConfig, model: DeepSeekConfig, experts: int) -> str:
-    """Which setting of the shared expert would fit this number of logical experts, if one does."""
-    shared = experts - model.n_routed_experts
-    if not model.n_shared_experts or shared not in (0, model.n_shared_experts):
-        return ""
-    fitting = "hosted" if shared else "replicated"
-    return (
-        f" with parallel.shared_expert={config.parallel.shared_expert!r}; it was made for "
-        f"shared_expert={fitting!r}"
-    )
 
 
 def describe(placement: ExpertPlacement, model: DeepSeekConfig) -> dict[str, object]:

@@ -39,7 +39,7 @@ class FrontEnd:
 
     def __init__(self, config: ServeConfig, folder: Path, num_ranks: int) -> None:
         path = folder / f"config-{os.urandom(4).hex()}.json"
-        path.write_text(config.model_dump_json(exclude_unset=True))
+        path.write_text(config.model_dump_json())
         self._read, write = os.pipe()
         self.process = subprocess.Popen(
             [
