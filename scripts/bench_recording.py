@@ -1,12 +1,11 @@
 """What counting expert load costs, as a share of a step, in processor time of one thread.
 
-    python scripts/bench_recording.py [CHECKPOINT] [--batch 1,32] [--blocks 40]
+    python scripts/bench_recording.py [CHECKPOINT] [--batch 1,32] [--blocks 12]
 
-First part: the engine decodes on a checkpoint; blocks of steps alternate between counting nothing,
-keeping the window (always on in serving) and recording as well, so that whatever else the machine
-does hits all three alike; what a mode adds is the difference of their fastest tenths, good to
-about a per cent. Second part: the recorder alone on made-up picks of the same shape (as a
-share of that step) and of 58 layers of 256 experts, 8 a token, on one of 32 ranks.
+First part: the engine decodes on a checkpoint; blocks of steps alternate between no recorder at
+all and TIMES of them at once, each keeping its window and a recording of the same picks, so that
+what one costs stands out of whatever else the machine does. Second part: a recorder alone on
+made-up picks, of 58 layers of 256 experts, 8 a token, on one of 32 ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -25,21 +26,62 @@ from ep.group import EPGroup
 from ep.load import LoadWindow
 from ep.placement import ExpertPlacement
 from moeserve.build import LOAD_WINDOW_STEPS, build_engine
-from moeserve.config import CacheSection, EngineSection, ModelSection, ScheduleSection, ServeConfig
+from moeserve.config import CacheSection, ModelSection, ScheduleSection, ServeConfig
 from moeserve.engine import Engine
 from moeserve.plan import StepPlan
 from moeserve.recorder import StepRecorder
 from moeserve.request import Request, SamplingParams
 
-BLOCK = 32  # steps between two changes; two rounds of what the recorder gathers
-MODES = ("off", "window", "recording")
+BLOCK = 32  # steps between two changes; two rounds of what a recorder gathers
+TIMES = 20
+
+
+class Many:
+    """TIMES recorders in place of the engine's own; off: none of them counts."""
+
+    def __init__(self, own: StepRecorder, make: Callable[[], StepRecorder]) -> None:
+        self.own, self.every = own, [make() for _ in range(TIMES)]
+        self.counting = True
+        for recorder in self.every:
+            recorder.start_recording(1, 64)
+            recorder.agreed(1)
+        own.counting = False
+
+    def begin_step(self, plan: StepPlan, placement: ExpertPlacement | None) -> None:
+        if self.counting:
+            for recorder in self.every:
+                recorder.begin_step(plan, placement)
+
+    def expert_picks(self, layer: int, ids: torch.Tensor) -> None:
+        if self.counting:
+            for recorder in self.every:
+                recorder.expert_picks(layer, ids)
+
+    def rows_sent(self, layer: int, rows: list[int]) -> None:
+        if self.counting:
+            for recorder in self.every:
+                recorder.rows_sent(layer, rows)
+
+    def end_step(self, step: int, seconds: float) -> None:
+        if self.counting:
+            for recorder in self.every:
+                recorder.end_step(step, seconds)
+
+    def finish(self) -> None:
+        """Count what was gathered, so that a block pays for its own steps."""
+        for recorder in self.every:
+            _ = recorder.totals
+            recorder.take_reports()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("checkpoints/tiny"))
     parser.add_argument("--batch", default="1,32")
-    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--blocks", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
@@ -57,77 +99,53 @@ def describe(row: dict[str, object]) -> str:
 
 
 def measure_engine(checkpoint: Path, batch: int, blocks: int) -> dict[str, object]:
-    """Microseconds of a decode step by mode, and what window and recording add, in per cent."""
-    length = 8 + BLOCK * len(MODES) * 4
+    """Microseconds of a decode step without a recorder, and what one adds."""
+    length = 8 + 2 * BLOCK * blocks
     config = ServeConfig(
         model=ModelSection(checkpoint=checkpoint),
         cache=CacheSection(kv_tokens=batch * (length + 16) + 16),
-        schedule=ScheduleSection(max_num_sequences=batch, token_budget=max(512, batch)),
-        engine=EngineSection(),
+        schedule=ScheduleSection(max_num_sequences=batch, token_budget=max(512, 8 * batch)),
     )
     engine = build_engine(config, EPGroup.single())
-    recorder = engine.recorder
-    assert recorder is not None
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    number = 0
-    rng = random.Random(0)
-    while len(times["off"]) < blocks:
-        submit(engine, batch, length, rng, number)
-        number += 1
-        engine.step()
-        while len(engine.scheduler.running) == batch and any(
-            s.num_remaining_tokens > 1 for s in engine.scheduler.running
-        ):
-            engine.step()
-        for _ in range(3):
-            order = list(MODES)
-            rng.shuffle(order)
-            for mode in order:
-                times[mode].append(run_block(engine, recorder, mode, number))
-        while engine.has_work:
-            engine.step()
-        engine.take_load_reports()
+    own = engine.recorder
+    assert own is not None and own.window is not None
+    layers, experts = own.window.num_layers, own.window.num_experts
+    many = Many(own, lambda: StepRecorder(LoadWindow(layers, experts, LOAD_WINDOW_STEPS)))
+    engine.recorder = engine.runner.recorder = cast(StepRecorder, many)
+    submit(engine, batch, length)
+    engine.step()  # all prompts at once
+    off, on = [], []
+    for _ in range(blocks):
+        off.append(run_block(engine, many, counting=False))
+        on.append(run_block(engine, many, counting=True))
     engine.close()
-    window = recorder.window
-    assert window is not None
-    top = engine.info["picks_per_token"]
-    assert isinstance(top, int)
-    alone = measure_recorder(window.num_layers, window.num_experts, top, batch, 1)
-    fastest = {mode: statistics.quantiles(times[mode], n=10)[0] for mode in MODES}
-    base = fastest["off"]
-    row: dict[str, object] = {"checkpoint": checkpoint.name, "batch": batch, "step_us": base * 1e6}
-    for mode in MODES[1:]:
-        row[f"{mode}_adds_percent"] = (fastest[mode] / base - 1) * 100
-    row |= alone
-    row["recorder_percent"] = alone["recorder_us"] / base / 1e4
-    return row
+    added = statistics.median(b - a for a, b in zip(off, on, strict=True)) / TIMES
+    return {
+        "checkpoint": checkpoint.name,
+        "batch": batch,
+        "step_us": statistics.median(off) * 1e6,
+        "recorder_us": added * 1e6,
+        "percent": added / statistics.median(off) * 100,
+    }
 
 
-def run_block(engine: Engine, recorder: StepRecorder, mode: str, number: int) -> float:
-    """Seconds a step over a block; what was gathered is counted within it."""
-    recorder.counting = mode != "off"
-    if mode == "recording":
-        engine.start_recording(number, 64)
+def run_block(engine: Engine, many: Many, counting: bool) -> float:
+    """Seconds a step."""
+    many.counting = counting
     start = time.process_time()
     for _ in range(BLOCK):
         engine.step()
-        engine.take_load_reports()
-    _ = recorder.totals
-    seconds = (time.process_time() - start) / BLOCK
-    if mode == "recording":
-        engine.stop_recording(number)
-        recorder.agreed(0)
-    return seconds
+    many.finish()
+    return (time.process_time() - start) / BLOCK
 
 
-def submit(engine: Engine, batch: int, length: int, rng: random.Random, number: int) -> None:
-    top = engine.scheduler.limits.vocab_size
+def submit(engine: Engine, batch: int, length: int) -> None:
+    top, rng = engine.scheduler.limits.vocab_size, random.Random(0)
     assert top is not None
+    sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     for i in range(batch):
         prompt = tuple(rng.randrange(top) for _ in range(8))
-        sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        request = Request(request_id=f"{number}-{i}", prompt_token_ids=prompt, sampling=sampling)
-        engine.add_request(request)
+        engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
 
 
 def measure_recorder(
