@@ -35,9 +35,10 @@ _FEW_SLOTS_WORK = 80  # with two slots a GPU swaps find little, other numbers of
 _OTHER_WORK = 100
 _LEAST_WORK = 2_000_000
 _PART = 0.5
-_SHAKE_WORK = 4_000_000
+_SHAKE_WORK = 3_000_000
 _MOST_TRIES = 64
-_LEAST_TRIES = 12  # fewer are not worth their time on large rows
+_LEAST_TRIES = 8
+_SMALL_ROW = 128
 _TRY_STEPS = 20
 
 
@@ -82,6 +83,8 @@ def _shake(
     were somewhat different, in a fixed pattern. Small rows have few good tables, far apart."""
     _, gpus, room = best.shape
     experts = weights.shape[1]
+    if gpus * room > _SMALL_ROW:
+        return
     tries = min(_MOST_TRIES, _SHAKE_WORK // (len(far) * gpus * room * room * _TRY_STEPS))
     if tries < _LEAST_TRIES:
         return

@@ -65,6 +65,7 @@ def our_table(
     No expert is twice on a GPU, slots that could only hold such a copy are empty, unless the mean
     of the layers would come out more than EPLB_MARGIN above the EPLB-equivalent's.
     """
+    grouped = grouped and shape.num_nodes > 1
     if grouped:
         nodes = groups_to_nodes(loads, shape, slots_per_gpu)
         table = _arranged(loads, shape, slots_per_gpu, node_blocks(shape, nodes))
