@@ -18,18 +18,20 @@ from collections.abc import Sequence
 
 import psutil
 
-from launch.env import ERRORS, FRONT_END, SUPERVISOR, THREADS
+from launch.env import ERRORS, FRONT_END, SUPERVISOR, THREADS, usable_cores
 from launch.failure import Failure, first_cause, read
 from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
 from moeserve.errors import ConfigError
 from moeserve.nameless import NamelessFile
 from moeserve.terminal import say
+from moeserve.words import counted
 
 HURRY_SECONDS = 2.5  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
 ORPHAN_SECONDS = 3.5  # what a front end without its rank 0 may take to end its streams
 RANK_BYTES = 100_000_000  # an interpreter with torch and nothing else, of its own
+RANKS_PER_CORE = 16  # more is a slip: that many would start for minutes and serve nobody
 
 
 def run_job(
@@ -101,17 +103,22 @@ def run_job(
 
 
 def _check_room(num_ranks: int) -> None:
-    """So many ranks that their interpreters alone do not fit would take the machine with them."""
-    available = psutil.virtual_memory().available
+    """So many ranks that their interpreters alone do not fit, or that each would get a sliver of a
+    core, would take the machine with them."""
+    available, cores = psutil.virtual_memory().available, usable_cores()
+    problem = f"parallel.ep={num_ranks}: this command starts all ranks on this machine, whose "
     if num_ranks * RANK_BYTES > available:
-        raise ConfigError(
-            [
-                f"parallel.ep={num_ranks}: this command starts all ranks on this machine, whose "
-                f"{available / 1e9:.0f} GB of free memory are too little for more than "
-                f"{max(1, available // RANK_BYTES)}; to use several machines, start "
-                "`torchrun ... -m moeserve` on each"
-            ]
+        problem += (
+            f"{available / 1e9:.0f} GB of free memory are too little for more than "
+            f"{max(1, available // RANK_BYTES)}"
         )
+    elif num_ranks > cores * RANKS_PER_CORE:
+        problem += f"{counted(cores, 'core')} can run {cores * RANKS_PER_CORE} at most"
+    else:
+        return
+    raise ConfigError(
+        [f"{problem}; to use several machines, start `torchrun ... -m moeserve` on each"]
+    )
 
 
 def _rank_environment(front_end: str | None, errors: NamelessFile) -> dict[str, str]:

@@ -87,7 +87,7 @@ class LLM:
             self._no_tokenizer = error
         self._table = None if self.tokenizer is None else token_bytes(self.tokenizer)
         self._backend: Backend
-        if ep == 1:
+        if self.config.parallel.ep == 1:
             self._backend = LocalBackend(self.config, progress)
         else:
             self._backend = RanksBackend(self.config)

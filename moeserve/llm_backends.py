@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -139,6 +140,7 @@ class RanksBackend:
     end when this process does; no file stays behind."""
 
     def __init__(self, config: ServeConfig) -> None:
+        _check_place(config.parallel.ep)
         self._runner = asyncio.Runner()
         self._client: EngineClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -274,6 +276,22 @@ def to_toml(config: ServeConfig) -> str:
         # JSON's strings, numbers, true and false are TOML's as well.
         lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
+
+
+def _check_place(num_ranks: int) -> None:
+    """ConfigError where each of several processes would start ranks of its own."""
+    who = f"parallel.ep={num_ranks}: starts ranks"
+    # What a spawned process is while it imports the script that started it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            [
+                f"{who}, and this is a child process of multiprocessing that imports its parent's "
+                'script: make the LLM under `if __name__ == "__main__":`, or each child makes one'
+            ]
+        )
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if given:
+        raise ConfigError([f"{who} itself, but {given[0]} is set: run the script without torchrun"])
 
 
 def _environment() -> dict[str, str]:

@@ -200,6 +200,10 @@ def test_what_cannot_fit_is_said_before_any_rank_starts(
     )
     with pytest.raises(ConfigError, match="parallel.ep=1000000: .*too little for more than"):
         run_job(1_000_000, [])
+    monkeypatch.setattr("launch.job.RANK_BYTES", 0)
+    monkeypatch.setattr("launch.job.usable_cores", lambda: 2)
+    with pytest.raises(ConfigError, match="parallel.ep=33: .* 2 cores can run 32 at most; to use"):
+        run_job(33, [])
 
 
 def test_the_fleet_counts_replicas_of_the_placement_in_use() -> None:
