@@ -163,7 +163,7 @@ def apply_screen(report: dict[str, Any]) -> Any:
         at_rate = said.get("seconds_at_rate")
         lines.append(
             f"{'would move' if report['dry_run'] else 'moved'} {said['moved_slots']} slots of "
-            f"{said['layers']} layers in {said['batches']} batches, "
+            f"{said['layers']} layers in {said['batches']} batch{'es' * (said['batches'] > 1)}, "
             f"{show_bytes(said['moved_bytes'])} between ranks, "
             f"{show_bytes(said['most_bytes_into_a_rank'])} into the rank that gets most"
             + (f" ({show_seconds(at_rate)} at its rate)" if at_rate else "")

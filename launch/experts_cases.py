@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ep.presets import PRESETS, Layout
 from launch.experts_units import parse_numbers
 from launch.experts_view import View
@@ -18,7 +16,6 @@ from moeserve.errors import ConfigError
 
 SHARED = ("replicated", "hosted")
 GROUP_POLICIES = ("free", "node", "priced")
-TOP_K = 8  # where neither the source nor a flag says how many routed experts a token picks
 
 
 @dataclass(frozen=True)
@@ -152,12 +149,9 @@ class Wanted:
         assert view.history is not None
         if hosted == (layout.shared == "hosted"):
             return view
-        if hosted:
-            history = view.history[:, :, : view.num_routed]
-        else:
-            top_k = self.top_k or view.picks_per_token or TOP_K
-            tokens = view.history.sum(axis=2, keepdims=True) / top_k
-            history = np.concatenate([view.history, tokens], axis=2)
+        if not hosted:
+            return view.with_shared(1, self.top_k)
+        history = view.history[:, :, : view.num_routed]
         return replace(view, history=history, num_experts=history.shape[2], placement=None)
 
 

@@ -218,6 +218,8 @@ def _drift_table(drift: dict[str, Any], most: int) -> Any:
 
 
 def _churn_table(churn: dict[str, Any], most: int) -> Any:
+    from rich.text import Text
+
     layers = sorted(churn["layers"], key=lambda x: (-x["moved"], x["layer"]))
     rows = [
         [
@@ -235,6 +237,8 @@ def _churn_table(churn: dict[str, Any], most: int) -> Any:
         f"({churn['moved_share']:.1%}) got an expert that was not on their rank, in "
         f"{churn['layers_changed']} layers"
     )
+    if not rows:
+        return Text("Churn: none, the same experts on every rank\n", style="bold")
     columns = ("layer", "slots", "moved", "changed", "copies +/-")
-    note = f"the first {len(rows)} of {len(layers)} layers" if len(rows) < len(layers) else ""
+    note = f"{len(rows)} of {len(layers)} layers" if len(rows) < len(layers) else ""
     return table(title, columns, rows, note)

@@ -217,8 +217,8 @@ def fail_screen(report: dict[str, Any], most: int) -> Any:
     rows = []
     for name, key in (
         ("before", "before"),
-        ("survivors as they are", "survivors"),
-        ("replanned over the live", "replanned"),
+        ("survivors", "survivors"),
+        ("replanned", "replanned"),
     ):
         x = report[key]
         if x is None or "mean" not in x:
@@ -230,7 +230,10 @@ def fail_screen(report: dict[str, Any], most: int) -> Any:
         rows.append(row)
     if rows:
         columns = ("<", "balance", "worst", "layer", "bound", "moved", "bytes", "time")
-        parts.append(table("Balance: busiest / mean live GPU", columns, rows))
+        notes = "survivors: as they are; replanned: over the live GPUs"
+        if not capacity["enough"]:
+            notes += f", with {capacity['slots_per_gpu_needed']} slots each"
+        parts.append(table("Balance: busiest / mean live GPU", columns, rows, notes))
     if capacity["enough"]:
         left = capacity["slots"] - capacity["experts"]
         parts.append(

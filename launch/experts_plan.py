@@ -65,7 +65,7 @@ class WhatIf:
             emit(report)
             return
         screen = console()
-        screen.print(plan_screen(report))
+        screen.print(plan_screen(report, screen.width))
         if len(made) == 1:
             for note in made[0][1].explanation.notes:
                 screen.print(note)
@@ -216,49 +216,79 @@ def moved_into(old: ExpertPlacement, new: ExpertPlacement) -> IntArray:
 # -- the picture --------------------------------------------------------------------------------
 
 
-def plan_screen(report: dict[str, Any]) -> Any:
+WIDE = 112  # columns from which balance and cost share a table
+
+
+def plan_screen(report: dict[str, Any], columns: int) -> Any:
     from rich.console import Group
     from rich.text import Text
 
     parts: list[Any] = [head(report)]
     now = report["now"]
     if now is not None:
+        gpus, slots, copies = now["num_gpus"], now["slots_per_gpu"], now["num_redundant"]
         text = Text("now  ", style="bold")
         text.append(
-            f"{now['num_gpus']} GPUs x {now['slots_per_gpu']} slots, {now['num_redundant']} copies: "
-            f"balance {now['mean']:.3f}, worst {now['worst']:.3f} (layer {now['worst_layer']})"
+            f"{gpus} GPUs x {slots} slots, {copies} copies; balance {now['mean']:.3f}, worst "
+            f"{now['worst']:.3f} (layer {now['worst_layer']})"
         )
         parts.append(text)
     cases = report["cases"]
     moving = any(x["moved_slots"] is not None for x in cases)
     sized = any(x["extra_bytes_per_gpu"] is not None for x in cases)
-    columns = ["GPUs", "slots", "copies", "<groups", "balance", "worst", "bound"]
-    columns += ["moved", "share"] if moving else []
-    columns += ["bytes", "time"] if moving and sized else []
-    columns += ["copies' memory"] if sized else []
-    rows = []
-    for x in cases:
-        groups = x["group_policy"] + (f" ({x['grouped_layers']})" if x["grouped_layers"] else "")
-        row = [x["num_gpus"], x["slots_per_gpu"], x["num_redundant"], groups]
-        row += [heat(x["after"]["mean"], digits=3), heat(x["after"]["worst"], digits=3)]
-        row.append(f"{x['bound']:.3f}")
-        if moving:
-            some = x["moved_slots"] is not None
-            row += [x["moved_slots"], f"{x['moved_share']:.1%}"] if some else ["-", "-"]
-        if moving and sized:
-            row += [show_bytes(x["moved_bytes"]), show_seconds(x["seconds"])]
-        if sized:
-            row.append(show_bytes(x["extra_bytes_per_gpu"]))
-        rows.append(row)
-    hosted = any(x["shared_expert"] == "hosted" for x in cases)
+    what = ["GPUs", "slots", "copies"]
+    which = [[x["num_gpus"], x["slots_per_gpu"], x["num_redundant"]] for x in cases]
+    even = ["<groups", "balance", "worst", "bound"]
+    evens = [_even(x) for x in cases]
+    cost = ["moved", "share"] if moving else []
+    cost += ["bytes", "time"] if moving and sized else []
+    cost += ["copies' memory"] if sized else []
+    costs = [_cost(x, moving, sized) for x in cases]
+    notes = "; ".join(_notes(report, moving, sized))
+    if columns >= WIDE or not cost:
+        rows = [a + b + c for a, b, c in zip(which, evens, costs, strict=True)]
+        parts.append(table("What if", [*what, *even, *cost], rows, notes))
+        return Group(*parts)
+    rows = [a + b for a, b in zip(which, evens, strict=True)]
+    parts.append(table("What if: balance", [*what, *even], rows))
+    rows = [a + b for a, b in zip(which, costs, strict=True)]
+    parts.append(table("What if: cost", [*what, *cost], rows, notes))
+    return Group(*parts)
+
+
+def _even(x: dict[str, Any]) -> list[Any]:
+    groups = x["group_policy"]
+    if x["grouped_layers"] and groups == "priced":
+        groups += f" (node in {x['grouped_layers']} layers)"
+    after = x["after"]
+    return [
+        groups,
+        heat(after["mean"], digits=3),
+        heat(after["worst"], digits=3),
+        f"{x['bound']:.3f}",
+    ]
+
+
+def _cost(x: dict[str, Any], moving: bool, sized: bool) -> list[Any]:
+    row: list[Any] = []
+    if moving:
+        known = x["moved_slots"] is not None
+        row += [x["moved_slots"], f"{x['moved_share']:.1%}"] if known else ["-", "-"]
+    if moving and sized:
+        row += [show_bytes(x["moved_bytes"]), show_seconds(x["seconds"])]
+    return [*row, show_bytes(x["extra_bytes_per_gpu"])] if sized else row
+
+
+def _notes(report: dict[str, Any], moving: bool, sized: bool) -> list[str]:
     notes = ["balance: busiest GPU / mean, mean of layers"]
     if moving and sized:
         notes.append(f"time: of the GPU that gets most, at {show_bytes(report['bandwidth'])}/s")
-    if not sized:
-        notes.append("bytes and memory: not known; give --expert-bytes")
-    if hosted:
+    if sized:
+        notes.append("copies' memory: a GPU, all layers")
+    else:
+        notes.append("bytes and memory are not known: give --expert-bytes")
+    if any(x["shared_expert"] == "hosted" for x in report["cases"]):
         notes.append("the shared expert is hosted in slots")
     if not moving:
-        notes.append("moves: no placement is known to move from")
-    parts.append(table("What if", columns, rows, "; ".join(notes)))
-    return Group(*parts)
+        notes.append("no placement is known to move from")
+    return notes

@@ -290,6 +290,8 @@ def head(report: dict[str, Any]) -> Any:
         )
     if report["phase"] != "all":
         said.append(f"{report['phase']} only")
+    if "shared_expert" in report:
+        said.append("shared expert added")
     if report["num_ranks"]:
         said.append(f"{report['num_ranks']} ranks")
     if report["generation"] is not None:

@@ -24,6 +24,10 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
+MOST_PIECES = 8  # of a shared expert
+TOP_K = 8  # where nothing says how many routed experts a token picks
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """kind: job, recording, trace (another tool's dump) or placement. layers [L]: the model's
@@ -155,9 +159,14 @@ class View:
         }
 
     def placed_as(self, placement: ExpertPlacement, assumed: bool = True) -> View:
-        """The same loads with experts elsewhere. ConfigError unless layers and experts fit."""
+        """The same loads with experts elsewhere. Where the placement has a few experts more, they
+        are pieces of a hosted shared expert, which every token picks. ConfigError unless layers and
+        experts fit."""
         mine = (len(self.layers), self.num_experts)
         theirs = (placement.num_layers, placement.num_logical_experts)
+        more = theirs[1] - mine[1]
+        if mine[0] == theirs[0] and 0 < more <= MOST_PIECES and self.num_routed == mine[1]:
+            return self.with_shared(more).placed_as(placement, assumed)
         if mine != theirs:
             raise ConfigError(
                 [
@@ -169,6 +178,25 @@ class View:
         if traffic is not None and len(traffic) != placement.num_ranks:
             traffic = None
         return replace(self, placement=placement, assumed=assumed, traffic=traffic)
+
+    def with_shared(self, pieces: int, top_k: int | None = None) -> View:
+        """As if the shared expert were hosted in slots: one expert more for each of its pieces.
+        top_k: routed experts that a token picks; TOP_K where nobody says."""
+        top_k = top_k or self.picks_per_token or TOP_K
+        history = self.history
+        if history is not None:
+            tokens = history.sum(axis=2, keepdims=True) / top_k
+            history = np.concatenate([history, *[tokens] * pieces], axis=2)
+        return replace(
+            self,
+            history=history,
+            num_experts=self.num_experts + pieces,
+            placement=None,
+            about={
+                **self.about,
+                "shared_expert": f"hosted; its load is one for each {top_k} picks",
+            },
+        )
 
 
 def ranges(numbers: tuple[int, ...] | list[int]) -> str:

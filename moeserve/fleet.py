@@ -7,6 +7,7 @@ Knows nothing of sockets or requests.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from ep.placement import ExpertPlacement
 from moeserve import wire
 from moeserve.wire_experts import PlacementInUse
+
+RECENT_REPORTS = 12  # of expert load, every few seconds while there is work
 
 
 class LossKind(enum.Enum):
@@ -73,6 +76,10 @@ class Fleet:
     ranks: list[RankState] = field(default_factory=list)
     expert_load: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # by rank, [L, E]
     placement: ExpertPlacement | None = None  # in use, as rank 0 last said
+    # (when, totals) at the last reports, oldest first
+    _earlier: deque[tuple[float, NDArray[np.int64]]] = field(
+        default_factory=lambda: deque(maxlen=RECENT_REPORTS)
+    )
     losses: dict[int, Loss] = field(default_factory=dict)  # by rank, in order of the first sign
 
     def __post_init__(self) -> None:
@@ -95,6 +102,8 @@ class Fleet:
                 if message.expert_load:
                     load = np.array(message.expert_load, np.int64)
                     self.expert_load[rank] = load.reshape(message.expert_shape)
+                    if rank == 0:  # the others' are seconds old at most
+                        self._earlier.append((now, self.expert_totals()))
             case wire.Outputs():
                 state.progress = now
             case wire.Stopped():
@@ -168,6 +177,15 @@ class Fleet:
         """Tokens routed to each logical expert since start, summed over ranks: [L, E]."""
         loads = list(self.expert_load.values())
         return np.sum(loads, axis=0) if loads else np.zeros((0, 0), np.int64)
+
+    def recent_expert_load(self) -> NDArray[np.int64]:
+        """[L, E]: what was added to `expert_totals` over the last RECENT_REPORTS reports of rank 0
+        (about a minute); all of it while there are fewer."""
+        totals = self.expert_totals()
+        if len(self._earlier) < RECENT_REPORTS:
+            return totals
+        recent: NDArray[np.int64] = totals - self._earlier[0][1]
+        return recent
 
     def num_routed_experts(self) -> int:
         """Of the logical experts; the shared expert's pieces follow them where they lie in slots

@@ -1,7 +1,7 @@
 """/metrics in Prometheus' text form: what the front end measured and what the ranks last reported.
 
-Series stay few whatever the model: labels are the rank, a kind of block or a finish reason, never a
-layer or an expert (those are in /v1/experts as JSON). Knows nothing of HTTP.
+Series stay few whatever the model: labels are the rank, a kind of block or a finish reason; layers
+and the hottest experts are in `expert_metrics`, which bounds them. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from moeserve.expert_metrics import expert_series
 
 if TYPE_CHECKING:
     from moeserve.client import EngineClient
@@ -175,6 +177,7 @@ class _FleetCollector(Collector):
             for rank, state in states:
                 counter.add_metric([rank], getattr(state.stats, field))
             yield counter
+        yield from expert_series(fleet)
         yield from _rebalancing(client)
 
 
