@@ -30,7 +30,7 @@ from moeserve.words import counted
 HURRY_SECONDS = 2.5  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
 ORPHAN_SECONDS = 3.5  # what a front end without its rank 0 may take to end its streams
-RANK_BYTES = 100_000_000  # an interpreter with torch and nothing else, of its own
+RANK_BYTES = 200_000_000  # private memory of a rank of the smallest model
 RANKS_PER_CORE = 16  # more is a slip: that many would start for minutes and serve nobody
 
 

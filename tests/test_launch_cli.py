@@ -15,6 +15,8 @@ import pytest
 import typer
 
 from launch import cli
+from launch.serve import port_problems
+from moeserve.config import ServeConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -118,19 +120,19 @@ def test_taken_port_is_refused_before_anything_starts(folder):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = moeserve("serve", str(folder), "--port", str(port))
+        done = moeserve("serve", str(folder), "--port", str(port), "--placement", "/gone.json")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and f"--port {port}" in done.stderr
+    gone, taken_port = done.stderr.splitlines()
+    assert "--placement '/gone.json': no such file" in gone and f"--port {port}" in taken_port
 
 
-def test_host_that_does_not_resolve(folder):
-    done = moeserve("serve", str(folder), "--host", "no-such-host.invalid")
-    assert done.returncode == 2 and "--host 'no-such-host.invalid'" in done.stderr
-
-
-def test_host_of_another_machine(folder):
-    done = moeserve("serve", str(folder), "--host", "192.0.2.1")
-    assert done.returncode == 2 and "--host '192.0.2.1': is no address" in done.stderr
+@pytest.mark.parametrize(
+    "host, problem",
+    [("no-such-host.invalid", "does not resolve"), ("192.0.2.1", "is no address of this machine")],
+)
+def test_host_that_is_not_ours(host, problem):
+    (found,) = port_problems(ServeConfig.load(None, {"server": {"host": host}}))
+    assert found.startswith(f"server.host={host!r}: {problem}")
 
 
 def test_ep_must_equal_torchruns_world_size(folder):

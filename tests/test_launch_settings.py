@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from ep.placement import ExpertPlacement
 from launch.settings import FLAGS, OFFLINE, SERVING, Given
+from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig, parse_size
 from moeserve.errors import ConfigError
 
@@ -149,6 +152,29 @@ def test_settings_that_exclude_each_other(folder):
 def test_files_named_by_settings_must_exist(folder, section, field):
     found = problems(folder, **{section: {field: "/gone/file"}})
     assert any(f"{section}.{field}='/gone/file'" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "text, problem", [("{", "not a placement file"), (None, "has 2 ranks, needs 1")]
+)
+def test_a_placement_file_is_read_before_any_rank_starts(folder, text, problem):
+    file = folder / "placement.json"
+    if text is None:
+        raw = json.loads((folder / "config.json").read_text())
+        layers = DeepSeekConfig.from_hf(raw).num_placement_layers(True)
+        ExpertPlacement.trivial(layers, 32, 2, 0).save(file)
+    else:
+        file.write_text(text)
+    (found,) = problems(folder, parallel={"placement": str(file)})
+    assert found.startswith(f"parallel.placement={file}: {problem}")
+    # Under torchrun ranks find that together, and one of them says it.
+    given = Given(folder, None, {"parallel": {"placement": str(file)}}, SERVING)
+    assert given.resolve(on_rank=True).parallel.placement == file
+
+
+def test_an_empty_host_is_not_every_address(folder):
+    (found,) = problems(folder, server={"host": ""})
+    assert found == "server.host='': must not be empty"
 
 
 def test_checkpoint_without_config_json(tmp_path):
