@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ep.placement import ExpertPlacement
 from launch.experts_http import ExpertsHttp
 from launch.experts_screen import console, emit
+from launch.experts_source import load_placement
 from launch.experts_units import show_bytes, show_seconds
 from moeserve.errors import ConfigError, MoeserveError
 
@@ -101,7 +101,7 @@ class Apply:
 
 def _fitting(path: Path, now: dict[str, Any]) -> list[list[int]]:
     """The file's table. ConfigError unless it is of the job's shape."""
-    made = ExpertPlacement.load(path)
+    made = load_placement(path)
     problems = []
     for name, has, needs in (
         ("layers", made.num_layers, len(now["layers"])),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ep.load import PHASES
-from ep.placement import ExpertPlacement
-from ep.recording import ExpertRecording
+from ep.placement import ExpertPlacement, PlacementError
+from ep.recording import ExpertRecording, RecordingError
 from launch.experts_http import ExpertsHttp
 from launch.experts_view import FloatArray, IntArray, View
 from moeserve.errors import ConfigError, MoeserveError
@@ -60,15 +62,15 @@ class Source:
         return not Path(self.text).exists() and bool(_ADDRESS.fullmatch(self.text))
 
     def read(self) -> View:
-        """ConfigError, TraceError, RecordingError, PlacementError or OSError: the file.
-        MoeserveError: the server."""
+        """ConfigError: the file or the flags. MoeserveError: the server."""
         if self.is_url:
             with ExpertsHttp(self.text, self.key) as http:
                 view = job_view(http, self.phase, self.since)
         else:
-            view = self._file()
+            with files_problems_told(self.text):
+                view = self._file()
         if self.placement is not None:
-            return view.placed_as(ExpertPlacement.load(self.placement))
+            return view.placed_as(load_placement(self.placement))
         if self.ranks is not None:
             if self.ranks < 1:
                 raise ConfigError([f"--ranks {self.ranks}: must be at least 1"])
@@ -114,6 +116,25 @@ class Source:
             history=trace.loads,
             about={"form": trace.source, "steps": len(trace.loads)},
         )
+
+
+@contextmanager
+def files_problems_told(name: str) -> Iterator[None]:
+    """Whatever is wrong with a file becomes a ConfigError of one line."""
+    from ep.trace import TraceError
+
+    try:
+        yield
+    except (TraceError, RecordingError, PlacementError) as error:
+        raise ConfigError([" ".join(str(error).split())]) from None
+    except OSError as error:
+        raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from None
+
+
+def load_placement(path: Path) -> ExpertPlacement:
+    """ConfigError if it cannot be had."""
+    with files_problems_told(str(path)):
+        return ExpertPlacement.load(path)
 
 
 def job_view(http: ExpertsHttp, phase: str = ALL, since: str = "window") -> View:

@@ -1,4 +1,4 @@
-"""A job of fake ranks that know experts, and a recording: what tests of `moeserve experts` share."""
+"""A job of fake ranks that know experts, and a recording: for tests of `moeserve experts`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS, EXPERTS, RANKS, TOP = (4, 5, 6), 8, 4, 2  # layer 6 is an MTP layer
 HOT = (3, 5)  # the hot expert of layers 4 and 5
 
 
-def counts(tokens: int = 1000) -> np.ndarray:
+def counts(tokens: int = 1600) -> np.ndarray:
     """[2, L, E] int64 by phase: one expert of each layer has half of all first picks; MTP idle."""
     out = np.zeros((2, len(LAYERS), EXPERTS), np.int64)
     for phase, share in ((0, 3), (1, 1)):
@@ -44,7 +44,7 @@ def better(generation: int = 1) -> ExpertPlacement:
 
 def recording(intervals: int = 4) -> ExpertRecording:
     """Of the same loads, which double in the second half, under both placements in turn."""
-    each = [counts(1000 * (1 + (i >= intervals // 2))) for i in range(intervals)]
+    each = [counts(1600 * (1 + (i >= intervals // 2))) for i in range(intervals)]
     tokens = [[int(x[0, 0].sum()) // TOP, int(x[1, 0].sum()) // TOP] for x in each]
     steps = [[100 + 10 * i, 109 + 10 * i] for i in range(intervals)]
     traffic = np.arange(RANKS * RANKS).reshape(RANKS, RANKS)
@@ -139,3 +139,13 @@ def expert_job(folder: Path, **more: Any) -> Rehearsal:
     rehearsal = Rehearsal(folder, num_ranks=RANKS, **more)
     rehearsal._make_rank = lambda rank, address: ExpertRank(rank, RANKS, address)  # type: ignore
     return rehearsal
+
+
+def experts(*arguments: object) -> None:
+    """Run `moeserve experts ...` in this process; errors come as they are raised."""
+    import typer
+
+    from launch.cli import app
+
+    command = typer.main.get_command(app)
+    command.main(["experts", *map(str, arguments)], standalone_mode=False)
