@@ -9,6 +9,7 @@ of torch take seconds for one all-to-all of this many ranks.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,16 @@ def generate(model: DeepSeekModel, prompts: dict[int, list[int]]) -> dict[int, l
     return said
 
 
+@pytest.fixture
+def one_thread_a_rank() -> Iterator[None]:
+    """Else torch keeps a team of compute threads for each of 320 callers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread_a_rank")
 def test_the_320_gpu_layout_says_what_one_rank_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
