@@ -58,12 +58,17 @@ class Top:
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             try:
                 while True:
-                    report = top_report(view, self.rows)
+                    report = top_report(view, self._fitting(screen))
                     live.update(top_screen(report, screen.width, live=True), refresh=True)
                     time.sleep(self.every)
                     view = self.source.read()
             except KeyboardInterrupt:
                 return  # how one leaves
+
+    def _fitting(self, screen: Any) -> int:
+        """Rows of each table, so that all of them are seen: what is below the screen is cut."""
+        stacked = 2 if screen.width >= WIDE else 4
+        return max(3, min(self.rows, (screen.height - 3) // stacked - 6))
 
     def _intervals(self, view: View) -> None:
         recording = view.recording
