@@ -58,7 +58,10 @@ def main() -> int:
     options = parse()
     texts = {t: (options.checkpoint / "heldout" / f"{t}.txt").read_text() for t in options.topics}
     started = time.time()
-    with_it = run(options, texts, plan=None)
+    with_it = load(options, "with") if options.resume else None
+    if with_it is None:
+        with_it = run(options, texts, plan=None)
+        save(options, "with", with_it)
     without = run(options, texts, plan=[(b.topic, b.num_requests) for b in with_it["blocks"]])
     result = compare(options, with_it, without)
     result["wall_seconds"] = round(time.time() - started, 1)
@@ -85,7 +88,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threshold", type=float, default=0.97)
     parser.add_argument("--min-gain", type=float, default=0.01)
     parser.add_argument("--json", type=Path, help="where the result goes as JSON")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="take the first run from beside --json, where it was put when it had ended",
+    )
     return parser.parse_args()
+
+
+def save(options: argparse.Namespace, name: str, ran: dict[str, Any]) -> None:
+    """A run that has ended, beside the result: the other one may be killed and begun again."""
+    if options.json is not None:
+        blocks = [asdict(b) for b in ran["blocks"]]
+        options.json.with_suffix(f".{name}.json").write_text(json.dumps(blocks) + "\n")
+        ran["recording"].save(options.json.with_suffix(f".{name}.npz"))
+
+
+def load(options: argparse.Namespace, name: str) -> dict[str, Any] | None:
+    """What `save` wrote, if it did."""
+    if options.json is None or not options.json.with_suffix(f".{name}.npz").is_file():
+        return None
+    blocks = json.loads(options.json.with_suffix(f".{name}.json").read_text())
+    recording = ExpertRecording.load(options.json.with_suffix(f".{name}.npz"))
+    return {"blocks": [Block(**b) for b in blocks], "recording": recording}
 
 
 # -- one run ------------------------------------------------------------------------------------
