@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from ep.balance import table_balance
-from ep.budget import spend
-from ep.duplicates import is_duplicate
-from ep.explain import PlanExplanation
-from ep.fresh import fresh_tables
+from ep.planning.balance import table_balance
+from ep.planning.budget import spend
+from ep.planning.duplicates import is_duplicate
+from ep.planning.explain import PlanExplanation
+from ep.planning.fresh import fresh_tables
 from ep.placement import ExpertPlacement
-from ep.plan_loads import PlanError, as_loads, check_robust, join_steps
-from ep.policy import POLICIES, our_table
-from ep.prices import Prices
-from ep.relabel import hosts, keep_places, moved_slots
-from ep.replicate import FloatArray, IntArray
-from ep.settle import settle
-from ep.shapes import Shape, check_choice, check_shape
+from ep.planning.plan_loads import PlanError, as_loads, check_robust, join_steps
+from ep.planning.policy import POLICIES, our_table
+from ep.planning.prices import Prices
+from ep.planning.relabel import hosts, keep_places, moved_slots
+from ep.planning.replicate import FloatArray, IntArray
+from ep.planning.settle import settle
+from ep.planning.shapes import Shape, check_choice, check_shape
 
 GROUP_POLICIES = ("free", "node", "priced")
 

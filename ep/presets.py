@@ -93,7 +93,7 @@ PRESETS: dict[str, Layout] = {
 
 def preset(name: str) -> Layout:
     """The layout of that name. PlanError lists the names there are."""
-    from ep.plan_loads import PlanError
+    from ep.planning.plan_loads import PlanError
 
     layout = PRESETS.get(name)
     if layout is None:

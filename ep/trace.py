@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from ep.load import PHASES
-from ep.plan_loads import PlanError, as_loads
+from ep.planning.plan_loads import PlanError, as_loads
 from ep.recording import ExpertRecording, RecordingError
-from ep.replicate import FloatArray, IntArray
+from ep.planning.replicate import FloatArray, IntArray
 
 ENDINGS = (".npz", ".npy", ".json", ".csv", ".pt")
 # Names under which the known forms keep counts of logical experts, the first that is there.

@@ -1,4 +1,4 @@
-"""`moeserve experts compare`: policies side by side on the same loads (`ep.compare`).
+"""`moeserve experts compare`: policies side by side on the same loads (`ep.planning.compare`).
 
 Knows flags, which arrays of a file are meant, how the table is shown. Knows nothing of policies.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ep.compare import LAYOUTS, Comparison, compare, drift, format_table
-from ep.plan_loads import PlanError
-from ep.policy import POLICIES
+from ep.planning.compare import LAYOUTS, Comparison, compare, drift, format_table
+from ep.planning.plan_loads import PlanError
+from ep.planning.policy import POLICIES
 from ep.presets import Layout
 from launch.experts_cases import Wanted
 from launch.experts_screen import console, emit, heat, table

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ep.balance import table_balance
-from ep.plan_loads import PlanError
+from ep.planning.balance import table_balance
+from ep.planning.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
 from launch.experts_plan import mean_and_worst, moves
 from launch.experts_screen import console, emit, heat, table

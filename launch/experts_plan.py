@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ep.placement import ExpertPlacement
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.planner import Plan, PlanOptions, plan
 from ep.presets import Layout
 from launch.experts_cases import Wanted, pieces

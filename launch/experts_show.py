@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ep.placement import EMPTY
-from ep.replicate import balance_bound
+from ep.planning.replicate import balance_bound
 from launch.experts_screen import console, emit, heat, meter, table
 from launch.experts_source import Source
 from launch.experts_top import head, split_of

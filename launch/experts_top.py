@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ep.replicate import balance_bound
+from ep.planning.replicate import balance_bound
 from launch.experts_screen import beside, console, emit, heat, meter, table
 from launch.experts_source import Source, recording_view
 from launch.experts_units import show_count

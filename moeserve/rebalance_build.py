@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
 from ep.presets import PRESETS
 from ep.rebalance import RebalancePolicy

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ep.compare import LAYOUTS, compare, drift, format_table  # noqa: E402
+from ep.planning.compare import LAYOUTS, compare, drift, format_table  # noqa: E402
 from ep.trace import read_trace  # noqa: E402
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ep.compare import LAYOUTS, compare, drift, format_table, with_shared
-from ep.plan_loads import PlanError
+from ep.planning.compare import LAYOUTS, compare, drift, format_table, with_shared
+from ep.planning.plan_loads import PlanError
 from ep.planner import plan
 from ep.presets import PRESETS, Layout, preset
 

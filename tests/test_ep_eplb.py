@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep.eplb import eplb_tables
-from ep.pack import pack_heaviest_first
-from ep.replicate import add_replicas, balance_bound
+from ep.planning.eplb import eplb_tables
+from ep.planning.pack import pack_heaviest_first
+from ep.planning.replicate import add_replicas, balance_bound
 
 F = np.float32
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep.balance import table_balance
-from ep.duplicates import is_duplicate
-from ep.eplb import eplb_tables
+from ep.planning.balance import table_balance
+from ep.planning.duplicates import is_duplicate
+from ep.planning.eplb import eplb_tables
 from ep.placement import EMPTY
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.planner import Plan, PlanOptions, plan, rebalance_experts
-from ep.replicate import balance_bound
+from ep.planning.replicate import balance_bound
 
 TRACES = Path(__file__).parent / "data/expert-load/dsv3_counts.npz"
 PREFILL, DECODE = "prefill_in4096", "decode_in2000out100"

@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ep.duplicates import is_duplicate
-from ep.eplb import eplb_tables
+from ep.planning.duplicates import is_duplicate
+from ep.planning.eplb import eplb_tables
 from ep.placement import EMPTY, ExpertPlacement
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
 
 # (loads [L, E], slots, groups, nodes, gpus, previous, live) -> table [L, P]

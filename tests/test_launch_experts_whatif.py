@@ -24,7 +24,7 @@ from expert_world import (
 )
 from expert_world import recording as made_recording
 
-from ep.compare import LAYOUTS, compare, drift
+from ep.planning.compare import LAYOUTS, compare, drift
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from launch.experts_diff import total_variation

@@ -18,7 +18,7 @@ from torch import Tensor
 from ep.group import EPGroup
 from ep.migrate import StagingTooSmall
 from ep.placement import EMPTY, ExpertPlacement
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.rebalance import Cause, RebalancePolicy
 from ep.transfer import staging_buffer
 from moeserve import metrics, wire

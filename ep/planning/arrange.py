@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ep.balance import table_balance
-from ep.duplicates import part_duplicates
-from ep.eplb import one_node
-from ep.local_search import SlotTable, Work, even_pairs, relieve_busiest
-from ep.replicate import FloatArray, IntArray, add_replicas, balance_bound, in_order_sum
+from ep.planning.balance import table_balance
+from ep.planning.duplicates import part_duplicates
+from ep.planning.eplb import one_node
+from ep.planning.local_search import SlotTable, Work, even_pairs, relieve_busiest
+from ep.planning.replicate import FloatArray, IntArray, add_replicas, balance_bound, in_order_sum
 
 # Good enough to stop: a share of the bound.
 _CLOSE = 5e-4

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ep.refine import Walk
-from ep.replicate import FloatArray, IntArray
+from ep.planning.refine import Walk
+from ep.planning.replicate import FloatArray, IntArray
 
 
 @dataclass(frozen=True)

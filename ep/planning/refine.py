@@ -1,7 +1,7 @@
 """From a previous placement to a better one, slot by slot, only where it pays.
 
 Knows: what a previous placement leaves on the live GPUs, search from there, and the price of each
-step in moved slots. Knows nothing of: which layers should change how much (`ep.moves`).
+step in moved slots. Knows nothing of: which layers should change how much (`ep.planning.moves`).
 
 Shape letters: L layers, E experts, G GPUs, k slots a GPU; of a block: B rows, F experts, H GPUs.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ep.grouping import Block
-from ep.local_search import Moves, SlotTable, Work, relieve_busiest
-from ep.replicate import FloatArray, IntArray
-from ep.shapes import BoolArray
+from ep.planning.grouping import Block
+from ep.planning.local_search import Moves, SlotTable, Work, relieve_busiest
+from ep.planning.replicate import FloatArray, IntArray
+from ep.planning.shapes import BoolArray
 
 _STEPS = 400
 _WORK_PER_SLOT = 600

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ep.replicate import FloatArray, IntArray, in_order_sum
+from ep.planning.replicate import FloatArray, IntArray, in_order_sum
 
 BoolArray = NDArray[np.bool_]
 

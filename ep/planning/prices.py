@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 
 BoolArray = NDArray[np.bool_]
 

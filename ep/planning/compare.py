@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ep.plan_loads import PlanError
+from ep.planning.plan_loads import PlanError
 from ep.planner import Plan, PlanOptions, plan
-from ep.policy import POLICIES
+from ep.planning.policy import POLICIES
 from ep.presets import Layout
-from ep.replicate import FloatArray, in_order_sum
-from ep.shapes import check_choice
+from ep.planning.replicate import FloatArray, in_order_sum
+from ep.planning.shapes import check_choice
 
 # The layouts of the benchmark table: those of the presets, and what lies between.
 LAYOUTS: tuple[Layout, ...] = (

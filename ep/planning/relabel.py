@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from ep.replicate import IntArray
-from ep.shapes import BoolArray
+from ep.planning.replicate import IntArray
+from ep.planning.shapes import BoolArray
 
 
 def hosts(table: IntArray, num_gpus: int, num_experts: int) -> BoolArray:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ep.replicate import FloatArray, IntArray
-from ep.shapes import BoolArray
+from ep.planning.replicate import FloatArray, IntArray
+from ep.planning.shapes import BoolArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ep.pack import pack_heaviest_first
-from ep.replicate import IntArray, add_replicas
+from ep.planning.pack import pack_heaviest_first
+from ep.planning.replicate import IntArray, add_replicas
 
 Float32Array = NDArray[np.float32]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ep.arrange import arrange
-from ep.balance import table_balance
-from ep.duplicates import is_duplicate
-from ep.eplb import eplb_tables
-from ep.grouping import (
+from ep.planning.arrange import arrange
+from ep.planning.balance import table_balance
+from ep.planning.duplicates import is_duplicate
+from ep.planning.eplb import eplb_tables
+from ep.planning.grouping import (
     Block,
     best_map_bound,
     free_blocks,
@@ -22,8 +22,8 @@ from ep.grouping import (
     node_blocks,
     nodes_of_groups,
 )
-from ep.replicate import FloatArray, IntArray, balance_bound
-from ep.shapes import Shape
+from ep.planning.replicate import FloatArray, IntArray, balance_bound
+from ep.planning.shapes import Shape
 
 POLICIES = ("ours", "eplb", "contiguous")
 # The mean over layers may lie above the EPLB-equivalent's by no more than this.

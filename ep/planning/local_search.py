@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ep.replicate import FloatArray, IntArray, in_order_sum
+from ep.planning.replicate import FloatArray, IntArray, in_order_sum
 
 BoolArray = NDArray[np.bool_]
 # Rows, GPUs, places and new experts of the slots that a step changed.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ep.replicate import FloatArray
+from ep.planning.replicate import FloatArray
 
 _ROBUST = re.compile(r"mean\+(\d+(?:\.\d+)?)\*std")
 

@@ -13,15 +13,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ep.balance import gpu_loads
-from ep.fresh import Fresh
-from ep.grouping import Block, free_blocks, node_blocks, nodes_of_groups
-from ep.moves import Point, choose, points_of_layer, stops
-from ep.policy import EPLB_MARGIN
-from ep.refine import Walk, carry_over, host_missing, walk
-from ep.relabel import hosts, moved_slots, relabel_gpus
-from ep.replicate import FloatArray, IntArray, in_order_sum
-from ep.shapes import BoolArray, Shape
+from ep.planning.balance import gpu_loads
+from ep.planning.fresh import Fresh
+from ep.planning.grouping import Block, free_blocks, node_blocks, nodes_of_groups
+from ep.planning.moves import Point, choose, points_of_layer, stops
+from ep.planning.policy import EPLB_MARGIN
+from ep.planning.refine import Walk, carry_over, host_missing, walk
+from ep.planning.relabel import hosts, moved_slots, relabel_gpus
+from ep.planning.replicate import FloatArray, IntArray, in_order_sum
+from ep.planning.shapes import BoolArray, Shape
 
 # A walk that moves more than this share of a layer's slots is compared with the fresh table.
 _MANY = 0.15

@@ -14,10 +14,10 @@ from math import comb
 
 import numpy as np
 
-from ep.plan_loads import PlanError
-from ep.relabel import hosts
-from ep.replicate import FloatArray, IntArray, balance_bound, in_order_sum
-from ep.shapes import BoolArray, Shape
+from ep.planning.plan_loads import PlanError
+from ep.planning.relabel import hosts
+from ep.planning.replicate import FloatArray, IntArray, balance_bound, in_order_sum
+from ep.planning.shapes import BoolArray, Shape
 
 # More maps of groups to nodes than this are searched, not enumerated.
 _MOST_MAPS = 5000

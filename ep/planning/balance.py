@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ep.replicate import FloatArray, IntArray, in_order_sum
-from ep.shapes import BoolArray
+from ep.planning.replicate import FloatArray, IntArray, in_order_sum
+from ep.planning.shapes import BoolArray
 
 
 def gpu_loads(loads: FloatArray, table: IntArray) -> FloatArray:

@@ -1,7 +1,7 @@
 """Tables made without regard to a previous placement, under a named policy and group policy.
 
 Knows: which group policy a layer gets and at what price. Knows nothing of: previous placements,
-budgets of single layers (`ep.budget`).
+budgets of single layers (`ep.planning.budget`).
 
 Shape letters: L layers, E experts, G GPUs, k slots a GPU.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ep.balance import table_balance
-from ep.duplicates import empty_wasted, is_duplicate
-from ep.plan_loads import PlanError
-from ep.policy import contiguous_table, eplb_can_group, eplb_table, our_table, policy_bound
-from ep.prices import Prices, nodes_reached
-from ep.replicate import FloatArray, IntArray, in_order_sum
-from ep.shapes import BoolArray, Shape
+from ep.planning.balance import table_balance
+from ep.planning.duplicates import empty_wasted, is_duplicate
+from ep.planning.plan_loads import PlanError
+from ep.planning.policy import contiguous_table, eplb_can_group, eplb_table, our_table, policy_bound
+from ep.planning.prices import Prices, nodes_reached
+from ep.planning.replicate import FloatArray, IntArray, in_order_sum
+from ep.planning.shapes import BoolArray, Shape
 
 
 @dataclass(frozen=True, eq=False)

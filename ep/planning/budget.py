@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ep.fresh import Fresh, fresh_tables
-from ep.prices import Prices
-from ep.replicate import FloatArray, IntArray
-from ep.shapes import Shape
+from ep.planning.fresh import Fresh, fresh_tables
+from ep.planning.prices import Prices
+from ep.planning.replicate import FloatArray, IntArray
+from ep.planning.shapes import Shape
 
 # A slot on every GPU that lowers one layer's balance by less than this is left unspent.
 _LEAST_GAIN = 1e-3
