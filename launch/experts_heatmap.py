@@ -100,7 +100,8 @@ def heat_screen(report: dict[str, Any], columns: int) -> Any:
         values = report[key]
         if values is None:
             continue
-        rows, each = grid(report["layers"], np.array(values), columns)
+        counted = report["num_routed_experts"] if key == "experts" else None
+        rows, each = grid(report["layers"], np.array(values), columns, counted)
         title = Text(f"\nLoad by layer and {what}", style="bold")
         order = ", hottest first" if report["ordered"] and key == "experts" else ""
         bins = f"a cell: {each} {what}s, the busiest of them" if each > 1 else f"a cell: one {what}"

@@ -100,7 +100,7 @@ def _label(axis: Any, key: str, values: Any, report: dict[str, Any]) -> None:
     axis.tick_params(labelsize=8, colors=INK, length=2)
     for side in axis.spines.values():
         side.set_visible(False)
-    peak = values.max(axis=1)
+    peak = values[:, : routed if key == "experts" else count].max(axis=1)
     right = axis.secondary_yaxis("right")
     step = max(1, -(-rows // 30))
     numbers = list(range(0, rows, step))

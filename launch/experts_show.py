@@ -145,7 +145,7 @@ def _ranks(view: View, row: int) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
-            "node": rank // view.ranks_per_node,
+            "node": view.node_of(rank),
             "rank_times_mean": float(view.rank_times_mean[row, rank]) if loaded else None,
             "experts": placed.experts_of(rank, row),
         }
@@ -206,14 +206,15 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Any:
     loaded = ranks[0]["rank_times_mean"] is not None
     rows = []
     for x in ranks:
-        row: list[Any] = [x["rank"], x["node"]]
+        row: list[Any] = [x["rank"], *([] if x["node"] is None else [x["node"]])]
         if loaded:
             row += [meter(x["rank_times_mean"], 2.0, 8, mark=1.0), heat(x["rank_times_mean"])]
         hosted = sorted(e for e in x["experts"] if e != EMPTY)
         empty = len(x["experts"]) - len(hosted)
         row.append(ranges(hosted) + (f", {empty} empty" if empty else ""))
         rows.append(row)
-    columns = ["rank", "node", *(["<load / mean", ""] if loaded else []), "<experts"]
+    columns = ["rank", *(["node"] if ranks[0]["node"] is not None else [])]
+    columns += [*(["<load / mean", ""] if loaded else []), "<experts"]
     return table("Ranks", columns, rows)
 
 
@@ -240,9 +241,10 @@ def expert_screen(report: dict[str, Any]) -> Any:
             times = x["rank_times_mean"]
             others = sorted(e for e in x["experts"] if e not in (EMPTY, expert["expert"]))
             load = "-" if times is None else heat(times)
-            rows.append(
-                [x["slot"], x["rank"], x["node"], f"{x['share']:.0%}", load, ranges(others)]
-            )
-        columns = ("slot", "rank", "node", "of its load", "rank's load", "<beside experts")
+            node = [] if x["node"] is None else [x["node"]]
+            where = [x["slot"], x["rank"], *node]
+            rows.append([*where, f"{x['share']:.0%}", load, ranges(others) or "none"])
+        node = [] if report["replicas"][0]["node"] is None else ["node"]
+        columns = ["slot", "rank", *node, "of its load", "rank's load", "<beside experts"]
         parts.append(table("Copies", columns, rows, "rank's load: of the layer, 1 is the mean"))
     return Group(*parts)

@@ -214,7 +214,7 @@ def _ranks(view: View) -> list[dict[str, Any]]:
         out.append(
             {
                 "rank": rank,
-                "node": rank // view.ranks_per_node,
+                "node": view.node_of(rank),
                 "times_mean": float(mine.mean()),
                 "worst_times_mean": float(mine.max()),
                 "worst_layer": view.row_name(worst),
@@ -369,19 +369,21 @@ def _rank_table(report: dict[str, Any]) -> Any:
     every = sorted(report["ranks"], key=lambda x: -x["times_mean"])
     shown = every if len(every) <= most else [*every[: most // 2], *every[-(most - most // 2) :]]
     rows = []
+    nodes = every[0]["node"] is not None
     full = max(2.0, every[0]["times_mean"])
     for number, x in enumerate(shown):
         if len(shown) < len(every) and number == most // 2:
-            rows.append(["...", "", "", "", "", ""])
-        row = [x["rank"], x["node"], meter(x["times_mean"], full, 14, mark=1.0)]
+            rows.append(["..."])
+        row = [x["rank"], *([x["node"]] if nodes else [])]
+        row.append(meter(x["times_mean"], full, 14, mark=1.0))
         row += [heat(x["times_mean"]), heat(x["worst_times_mean"]), x["worst_layer"]]
         rows.append(row)
-    columns = ["rank", "node", "<load / mean", "", "worst", "layer"]
+    columns = ["rank", *(["node"] if nodes else []), "<load / mean", "", "worst", "layer"]
     if links is not None:
         columns += ["rows sent", "received"]
         for row, x in zip([r for r in rows if r[0] != "..."], shown, strict=True):
             row += [show_count(links["sent"][x["rank"]]), show_count(links["received"][x["rank"]])]
-        rows = [[*r, *[""] * (len(columns) - len(r))] for r in rows]
+    rows = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
     title = (
         "Ranks" if len(shown) == len(every) else f"Ranks, the busiest and idlest of {len(every)}"
     )

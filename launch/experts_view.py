@@ -123,6 +123,10 @@ class View:
         )
         return trivial == placed
 
+    def node_of(self, rank: int) -> int | None:
+        """None where nodes are not known, or are ranks."""
+        return rank // self.ranks_per_node if self.ranks_per_node > 1 else None
+
     # -- names ---------------------------------------------------------------------------------
 
     def is_mtp(self, row: int) -> bool:

@@ -51,8 +51,11 @@ def heat_rows(rows: list[tuple[str, list[int]]], num_ranks: int, columns: int = 
     return text
 
 
-def grid(names: list[str], values: NDArray[np.float64], columns: int) -> tuple[Any, int]:
+def grid(
+    names: list[str], values: NDArray[np.float64], columns: int, counted: int | None = None
+) -> tuple[Any, int]:
     """values [L, N], each over the mean of its row -> (a line a row, how many values a cell is).
+    counted: the first so many values have a part in the number at the right.
 
     A cell is the largest of its values: what is hot is not averaged away. Few values get cells two
     wide; what does not fit columns is put together.
@@ -69,11 +72,12 @@ def grid(names: list[str], values: NDArray[np.float64], columns: int) -> tuple[A
     padded[:, :count] = values
     largest = padded.reshape(len(values), cells, each).max(axis=2)
     text = Text(no_wrap=True, overflow="crop")
-    for name, row in zip(names, largest, strict=True):
+    peaks = values[:, :counted].max(axis=1)
+    for name, row, peak in zip(names, largest, peaks, strict=True):
         text.append(f"{name:>{width}} ", style="dim")
         for value in row:
             step = level(round(1000 * float(value)), 1000.0)
             text.append(CELLS[step] * wide, style=f"color({COLOURS[step]}) on color(234)")
-        text.append(f" {row.max():.1f}x\n")
+        text.append(f" {peak:.1f}x\n")
     text.rstrip()
     return text, each
