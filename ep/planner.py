@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from ep.placement import ExpertPlacement
 from ep.planning.balance import table_balance
 from ep.planning.budget import spend
 from ep.planning.duplicates import is_duplicate
 from ep.planning.explain import PlanExplanation
 from ep.planning.fresh import fresh_tables
-from ep.placement import ExpertPlacement
 from ep.planning.plan_loads import PlanError, as_loads, check_robust, join_steps
 from ep.planning.policy import POLICIES, our_table
 from ep.planning.prices import Prices

@@ -30,8 +30,8 @@ import numpy as np
 
 from ep.load import PHASES
 from ep.planning.plan_loads import PlanError, as_loads
-from ep.recording import ExpertRecording, RecordingError
 from ep.planning.replicate import FloatArray, IntArray
+from ep.recording import ExpertRecording, RecordingError
 
 ENDINGS = (".npz", ".npy", ".json", ".csv", ".pt")
 # Names under which the known forms keep counts of logical experts, the first that is there.

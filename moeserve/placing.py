@@ -15,8 +15,8 @@ import numpy as np
 from ep.group import EPGroup
 from ep.host_shared import place_with_shared
 from ep.placement import ExpertPlacement
-from ep.planning.plan_loads import PlanError
 from ep.planner import plan
+from ep.planning.plan_loads import PlanError
 from ep.presets import PRESETS, Layout
 from models.deepseek.config import DeepSeekConfig
 from moeserve.config import ServeConfig

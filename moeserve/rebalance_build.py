@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
-from ep.planning.plan_loads import PlanError
 from ep.planner import PlanOptions, plan
+from ep.planning.plan_loads import PlanError
 from ep.presets import PRESETS
 from ep.rebalance import RebalancePolicy
 from ep.transfer import Transfer

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ep.planner import plan
 from ep.planning.compare import LAYOUTS, compare, drift, format_table, with_shared
 from ep.planning.plan_loads import PlanError
-from ep.planner import plan
 from ep.presets import PRESETS, Layout, preset
 
 ROOT = Path(__file__).parents[1]

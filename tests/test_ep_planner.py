@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep.placement import EMPTY
+from ep.planner import Plan, PlanOptions, plan, rebalance_experts
 from ep.planning.balance import table_balance
 from ep.planning.duplicates import is_duplicate
 from ep.planning.eplb import eplb_tables
-from ep.placement import EMPTY
 from ep.planning.plan_loads import PlanError
-from ep.planner import Plan, PlanOptions, plan, rebalance_experts
 from ep.planning.replicate import balance_bound
 
 TRACES = Path(__file__).parent / "data/expert-load/dsv3_counts.npz"

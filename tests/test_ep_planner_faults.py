@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from ep.placement import EMPTY, ExpertPlacement
+from ep.planner import PlanOptions, plan
 from ep.planning.duplicates import is_duplicate
 from ep.planning.eplb import eplb_tables
-from ep.placement import EMPTY, ExpertPlacement
 from ep.planning.plan_loads import PlanError
-from ep.planner import PlanOptions, plan
 
 # (loads [L, E], slots, groups, nodes, gpus, previous, live) -> table [L, P]
 Planner = Callable[..., np.ndarray]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep.placement import EMPTY, ExpertPlacement
+from ep.planner import Plan, PlanOptions, plan
 from ep.planning.compare import drift
 from ep.planning.duplicates import is_duplicate
-from ep.placement import EMPTY, ExpertPlacement
 from ep.planning.plan_loads import PlanError
-from ep.planner import Plan, PlanOptions, plan
 from ep.planning.relabel import hosts, keep_places, moved_slots, relabel_gpus
 
 TRACES = Path(__file__).parent / "data/expert-load/dsv3_counts.npz"

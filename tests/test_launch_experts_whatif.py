@@ -24,9 +24,9 @@ from expert_world import (
 )
 from expert_world import recording as made_recording
 
-from ep.planning.compare import LAYOUTS, compare, drift
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
+from ep.planning.compare import LAYOUTS, compare, drift
 from launch.experts_diff import total_variation
 from launch.experts_plan import moved_into
 from launch.experts_units import parse_bytes, parse_numbers, show_bytes, show_seconds

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ep.planning.plan_loads import PlanError
 from ep.planner import Plan, PlanOptions, plan
+from ep.planning.plan_loads import PlanError
 from ep.planning.policy import POLICIES
-from ep.presets import Layout
 from ep.planning.replicate import FloatArray, in_order_sum
 from ep.planning.shapes import check_choice
+from ep.presets import Layout
 
 # The layouts of the benchmark table: those of the presets, and what lies between.
 LAYOUTS: tuple[Layout, ...] = (
