@@ -14,7 +14,7 @@ import numpy as np
 
 from launch.experts_screen import console, emit, legend
 from launch.experts_source import Source
-from launch.experts_top import head
+from launch.experts_top_screen import head
 from launch.experts_view import FloatArray, View
 from launch.heat import grid
 from moeserve.errors import ConfigError

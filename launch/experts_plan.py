@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ep.placement import ExpertPlacement
-from ep.planning.plan_loads import PlanError
 from ep.planner import Plan, PlanOptions, plan
+from ep.planning.plan_loads import PlanError
 from ep.presets import Layout
 from launch.experts_cases import Wanted, pieces
 from launch.experts_screen import console, emit, heat, table
 from launch.experts_source import Source
-from launch.experts_top import head
+from launch.experts_top_screen import head
 from launch.experts_units import parse_bytes, show_bytes, show_seconds
 from launch.experts_view import IntArray, View
 from moeserve.errors import ConfigError
