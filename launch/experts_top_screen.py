@@ -1,5 +1,5 @@
-"""The picture of a `top_report`: tables of layers, experts, ranks and links; the first line of every
-command's screen (`head`). Knows rich and reports; nothing of sources.
+"""The picture of a `top_report`: tables of layers, experts, ranks and links; and `head`, the first
+line of every command's screen. Knows rich and reports; nothing of sources.
 """
 
 from __future__ import annotations
