@@ -30,10 +30,12 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int | Non
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise InvalidRequest("prompt", bad, f"token ids are 0..{vocab_size - 1}")
+            raise InvalidRequest("prompt", bad, f"must be a token id from 0 to {vocab_size - 1}")
         for token in sampling.logit_bias:
             if not 0 <= token < vocab_size:
-                raise InvalidRequest("logit_bias", token, f"token ids are 0..{vocab_size - 1}")
+                raise InvalidRequest(
+                    "logit_bias", token, f"must be a token id from 0 to {vocab_size - 1}"
+                )
     check_sampling(sampling)
 
 
@@ -95,7 +97,7 @@ def check_sampling(sampling: SamplingParams) -> None:
         elif not fine:
             problems.append(InvalidRequest(name, value, valid))
     if s.min_tokens > s.max_tokens >= 0:
-        valid = f"must not exceed max_tokens={s.max_tokens}"
+        valid = f"must not exceed max_tokens={s.max_tokens} (16 where nobody set it)"
         problems.append(InvalidRequest("min_tokens", s.min_tokens, valid))
     wrong = [x for x in s.logit_bias.values() if not (-BIAS <= x <= BIAS or x == -math.inf)]
     if wrong:
@@ -103,5 +105,5 @@ def check_sampling(sampling: SamplingParams) -> None:
             InvalidRequest("logit_bias", wrong[0], "must lie in [-100, 100] or be -inf")
         )
     if not all(s.stop):
-        problems.append(InvalidRequest("stop", s.stop, "stop strings must not be empty"))
+        problems.append(InvalidRequest("stop", s.stop, "must hold no empty string"))
     raise_problems(problems)

@@ -9,6 +9,7 @@ string. `Detokenizer` joins them for one sequence. Knows nothing of HTTP.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -44,9 +45,13 @@ class TokenBytes:
         return found
 
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token that stands for one byte
+
+
 class _Decoder(Protocol):
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
+    def ahead(self, token_id: int) -> int: ...
 
 
 class _ByteDecoder:
@@ -60,6 +65,11 @@ class _ByteDecoder:
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
 
+    def ahead(self, token_id: int) -> int:
+        first = self._table[token_id][:1]
+        goes_on = not first or 0x80 <= first[0] < 0xC0
+        return int(not goes_on and bool(self._utf8.getstate()[0]))
+
 
 class _WindowDecoder:
     """For decoders that look at neighbours: decode a window, emit what it adds.
@@ -69,7 +79,7 @@ class _WindowDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.fast.decode
+        self._decode, self._name = tokenizer.fast.decode, tokenizer.fast.id_to_token
         self._context: list[int] = []  # already emitted, there so that the next ones see it
         self._fresh: list[int] = []
 
@@ -85,6 +95,15 @@ class _WindowDecoder:
         text = self._new_text() if self._fresh else ""
         self._fresh = []
         return text
+
+    def ahead(self, token_id: int) -> int:
+        waiting = self._new_text() if self._fresh else ""
+        if not waiting or _BYTE.fullmatch(self._name(token_id) or ""):
+            return 0  # bytes are read together with those before them
+        self._fresh.append(token_id)
+        joined = self._new_text()
+        self._fresh.pop()
+        return len(waiting) if joined.startswith(waiting) else 0
 
     def _new_text(self) -> str:
         before = self._decode(self._context, skip_special_tokens=False) if self._context else ""
@@ -160,7 +179,14 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self.num_tokens = 0
-        self.num_characters = 0  # decoded so far, held back or not
+        self.num_characters = 0  # decoded so far (an unfinished one not), held back or not
+
+    def offset(self, token_id: int) -> int:
+        """Where the text of this token will begin if it comes next: behind the characters so far;
+        behind an unfinished one as well, unless the token goes on with it."""
+        if token_id in self._skip:
+            return self.num_characters
+        return self.num_characters + self._decoder.ahead(token_id)
 
     @property
     def stopped(self) -> str | None:

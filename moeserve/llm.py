@@ -114,16 +114,21 @@ class LLM:
             each = list(sampling)
             if len(each) != len(listed):
                 raise InvalidRequest(
-                    "sampling", f"{len(each)} entries", f"one, or one a prompt ({len(listed)})"
+                    "sampling",
+                    f"{len(each)} entries",
+                    f"must be one, or one a prompt ({len(listed)})",
                 )
         if not isinstance(n, int) or n < 1:
             raise InvalidRequest("n", n, "must be an integer, at least 1")
         each = [_typed(params) for params in each]
-        runs = [
-            self._open(prompt, _numbered(params, i))
-            for prompt, params in zip(listed, each, strict=True)
-            for i in range(n)
-        ]
+        runs: list[_Run] = []
+        for number, (prompt, params) in enumerate(zip(listed, each, strict=True)):
+            try:
+                runs += [self._open(prompt, _numbered(params, i)) for i in range(n)]
+            except InvalidRequest as error:
+                if len(listed) > 1:
+                    error.args = (f"prompts[{number}]: {error}",)
+                raise
         by_id = {run.request.request_id: (i, run) for i, run in enumerate(runs)}
 
         def deliver(output: TokenOutput) -> bool:
@@ -272,7 +277,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest("prompts", prompts, "a text, token ids, or a list of such")
+        raise InvalidRequest("prompts", prompts, "must be a text, token ids, or a list of such")
     items: list[Any] = [_plain(x) for x in prompts]
     if items and all(isinstance(x, int) for x in items):
         return [items]
@@ -287,13 +292,13 @@ def _plain(value: Any) -> Any:
 def _ids(prompt: Any) -> list[int]:
     ids = [_plain(x) for x in prompt] if isinstance(prompt, Iterable) else [prompt]
     if not all(type(x) is int for x in ids):
-        raise InvalidRequest("prompts", prompt, "a text or integer token ids")
+        raise InvalidRequest("prompts", prompt, "must be a text or integer token ids")
     return ids
 
 
 def _typed(sampling: Any) -> SamplingParams:
     if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest("sampling", sampling, "SamplingParams")
+        raise InvalidRequest("sampling", sampling, "must be SamplingParams")
     return typed_sampling(sampling)
 
 

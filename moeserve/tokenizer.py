@@ -74,7 +74,7 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 piece = text[error.start : error.start + 1]
-                raise InvalidRequest("prompt", piece, "text must be valid Unicode") from None
+                raise InvalidRequest("prompt", piece, "must be valid Unicode") from None
         add_bos = self.config.get("add_bos_token")
         if add_special_tokens and add_bos is None:
             return self.fast.encode(text, add_special_tokens=True).ids
@@ -92,9 +92,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens included; bytes that are no character become U+FFFD."""
-        return self.fast.decode([token_id], skip_special_tokens=False)
+    def token_text(self, token_id: int, *, first: bool = False) -> str:
+        """One token as text, special tokens included; bytes that are no character become U+FFFD.
+        first: as at the beginning of a text, where some tokenizers drop a token's blank."""
+        text = self.fast.decode([token_id], skip_special_tokens=False)
+        if first or self.is_byte_level:
+            return text
+        return self.fast.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Tool calls out of a model's text, as it streams: names first, arguments piece by piece.
+"""Tool calls out of a model's text, as it streams: each goes out once it is whole.
 
 Two ways to write calls are known; which one a checkpoint uses is told by the marker tokens of its
 tokenizer, not by its name:
@@ -7,10 +7,10 @@ tokenizer, not by its name:
   object. The markers are the same, so each call shows for itself which of the two it is.
 - Kimi-K2: an id functions.NAME:INDEX and the bare object. The id is kept: the model reads it again.
 
-A call counts once its arguments are a whole JSON object and nothing but its end follows. What looks
-like a call and is none (unfinished, not JSON, no name) is text, markers and all: it comes as the
-content that it would have been without this parser. A stream may by then have sent pieces of it;
-its text still follows as content, so whole and streamed answers agree on content and calls.
+A call counts once its arguments are a whole JSON object and nothing but its end follows. Until then
+nothing of it goes out, for a stream could not take it back. What looks like a call and is none
+(unfinished, not JSON, no name) is text, markers and all: it comes as the content that it would have
+been without this parser. So whole and streamed answers say the same.
 
 Nothing here checks arguments against a tool's schema. Knows text only.
 """
@@ -148,7 +148,6 @@ class ToolCallParser:
         self._body = ""
         self._after = ""
         self._object = _ObjectScanner()
-        self._begun = 0  # calls of which pieces went out
         self._current = ToolCall("", "", "")
         self._content: list[str] = []
         self._pieces: list[CallPiece] = []
@@ -253,7 +252,7 @@ class ToolCallParser:
     # ---- parts of a call -------------------------------------------------------------------
 
     def _read_body(self, *, ended: bool) -> None:
-        """Begin the call once its object begins; `ended`: the call's end marker is here."""
+        """Read the object once it begins; `ended`: the call's end marker is here."""
         try:
             call, rest = self._named(ended)
         except ValueError:
@@ -262,8 +261,6 @@ class ToolCallParser:
         if call is None:
             return
         self._current = call
-        self._pieces.append(CallPiece(self._begun, id=call.id, name=call.name))
-        self._begun += 1
         self._object, self._after = _ObjectScanner(), ""
         self._state = _State.OBJECT
         self._read_object(rest or "{}")
@@ -299,9 +296,7 @@ class ToolCallParser:
         self._current = ToolCall(call.id, call.name, call.arguments + piece)
         if self._object.closed and not _is_object(self._current.arguments):
             self._break()
-            return
-        self._pieces.append(CallPiece(self._begun - 1, arguments=piece))
-        if self._object.closed:
+        elif self._object.closed:
             self._state = _State.AFTER
             self._read_after(rest)
 
@@ -311,7 +306,10 @@ class ToolCallParser:
             self._break()
 
     def _finish(self) -> None:
-        self.calls.append(self._current)
+        call, index = self._current, len(self.calls)
+        self.calls.append(call)
+        self._pieces.append(CallPiece(index, id=call.id, name=call.name))
+        self._pieces.append(CallPiece(index, arguments=call.arguments))
         self._raw, self._state = "", _State.SECTION
         self.done = self._most is not None and len(self.calls) >= self._most
 

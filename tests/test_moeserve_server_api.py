@@ -207,10 +207,13 @@ def test_max_tokens_that_nobody_asked_for_gives_way(http: httpx.Client, job: Reh
     limit = job.service.client.fleet.max_model_len()
     for room in (1, 7, 16, 40):
         ids = [5] * (limit - room)
+        for rank in job.ranks:
+            rank.received.clear()
         answer = http.post("/v1/completions", json={"prompt": [ids, [5]]})
         assert answer.status_code == 200, answer.text
         sent = [x.request for rank in job.ranks for x in rank.of_kind(wire.Submit)]
-        assert sent[-1].sampling.max_tokens == min(16, room)
+        bounds = {len(x.prompt_token_ids): x.sampling.max_tokens for x in sent}
+        assert bounds == {limit - room: min(16, room), 1: 16}  # each its own
     asked = {"prompt": [5] * (limit - 7), "max_tokens": 16}
     assert http.post("/v1/completions", json=asked).status_code == 400
     assert http.post("/v1/completions", json={"prompt": [5] * limit}).status_code == 400

@@ -166,8 +166,11 @@ WORDS = ["function", "name", "\n", "```", "json", "{", "}", '"', "a", " ", ":", 
 def test_any_text_gives_the_same_in_any_pieces(parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     whole, _, ids = parse(text, [])
-    assert parse(text, cuts)[0] == whole
+    again, pieces, _ = parse(text, cuts)
+    assert again == whole
     content, calls = whole
+    assert {x.index for x in pieces} == set(range(len(calls)))  # nothing but whole calls
+    _check_pieces(pieces, calls, ids)
     for _, arguments in calls:
         assert isinstance(json.loads(arguments), dict)
     if not calls:
@@ -188,25 +191,25 @@ def test_a_good_call_survives_a_bad_one_beside_it() -> None:
     assert (content, calls) == (CALLS + bad, [("b", "{}")])
 
 
-def test_arguments_go_out_as_they_come() -> None:
+def test_a_call_goes_out_once_it_is_whole() -> None:
     found = parser("")
-    assert found.push(f"{CALLS}{CALL}weather{SEP}") == ("", [])  # a type may still be what it is
-    _, pieces = found.push("{")
-    assert pieces == [CallPiece(0, "call_0", "weather"), CallPiece(0, arguments="{")]
-    for char in '"city": "Paris"}':
-        assert found.push(char) == ("", [CallPiece(0, arguments=char)])
+    for char in f"{CALLS}{CALL}weather{SEP}{PARIS}":
+        assert found.push(char) == ("", [])
     assert found.calls == []  # more may follow the object
-    assert found.push(END) == ("", []) and len(found.calls) == 1
+    pieces = [CallPiece(0, "call_0", "weather"), CallPiece(0, arguments=PARIS)]
+    assert found.push(END) == ("", pieces) and len(found.calls) == 1
 
 
-def test_a_broken_call_whose_pieces_went_out_is_told_again_as_content() -> None:
-    text = f'{CALLS}{CALL}weather{SEP}{{"city": "Par'
-    found = parser(text)
-    content, pieces = found.push(text)
-    assert content == "" and [x.name for x in pieces] == ["weather", ""]
-    assert found.flush() == (text, []) and found.calls == []
-    (_, calls), pieces, _ = parse(text + END + v31("next", "{}"), [])
-    assert calls == [("next", "{}")] and {x.index for x in pieces} == {0, 1}
+@pytest.mark.parametrize(
+    "broken", ['{"city": "Par', '{"city": }', "{} and more", "{}{}", '["city"]', '{"a": NaN}']
+)
+def test_nothing_of_a_broken_call_goes_out_but_its_text(broken: str) -> None:
+    text = f"{CALLS}{CALL}weather{SEP}{broken}"
+    for cuts in ([], list(range(len(text)))):
+        assert parse(text, cuts)[:2] == ((text, []), [])
+        (content, calls), pieces, _ = parse(text + END + v31("next", "{}"), cuts)
+        assert calls == [("next", "{}")] and content.startswith(text)
+        assert [(x.index, x.name) for x in pieces] == [(0, "next"), (0, "")]
 
 
 def test_after_the_last_allowed_call_nothing_is_read() -> None:

@@ -118,9 +118,8 @@ class Choice:
             delta.token_ids.append(token_id)
             if self._wants_logprobs:
                 logprob = output.logprobs[position] if position < len(output.logprobs) else None
-                self._waiting.append(
-                    TokenEntry(token_id, self._detokenizer.num_characters, logprob)
-                )
+                offset = self._detokenizer.offset(token_id)
+                self._waiting.append(TokenEntry(token_id, offset, logprob))
             ends_it = output.stop_token_id is not None and position == last
             if ends_it and not self._include_stop:
                 break  # an end token is counted, its text is not shown

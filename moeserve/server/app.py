@@ -127,18 +127,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
         """Token ids of a prompt, or of messages as chat would render them."""
         body = await _body(service, request, TokenizeBody)
         service.check_model(body.model)
-        special = body.add_special_tokens
-        text = body.prompt
-        if text is None:
-            assert body.messages is not None
-            special = False
-            text = service.render(
-                body.messages,
-                body.tools or None,
-                body.add_generation_prompt,
-                body.chat_template_kwargs,
-            )
-        ids = await service.tokenizer.encode_async(text, add_special_tokens=special)
+        if body.prompt is not None:
+            special = body.add_special_tokens
+            ids = await service.tokenizer.encode_async(body.prompt, add_special_tokens=special)
+        else:
+            variables = body.chat_template_kwargs
+            _, ids = await service.encode_chat(body, body.tools or None, variables)
         fleet = service.client.fleet
         limit = fleet.max_model_len() if fleet.all_ready else None
         return JsonBytes({"count": len(ids), "max_model_len": limit, "tokens": ids})

@@ -110,6 +110,16 @@ class GenerationFields(AnyBody):
     def _text_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         return _valid(value, value is None or value.get("type") == "text")
 
+    def asked_limit(self) -> tuple[str, int] | None:
+        """The most tokens that the caller wants, and the field that says so; None: nothing said."""
+        raise NotImplementedError
+
+    def _min_rule(self) -> Rules:
+        asked = self.asked_limit()
+        if asked is not None and self.min_tokens > asked[1]:
+            valid = f"must be 0 to {asked[0]}={asked[1]}"
+            yield ("min_tokens", asked[0]), InvalidRequest("min_tokens", self.min_tokens, valid)
+
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
@@ -117,7 +127,7 @@ class GenerationFields(AnyBody):
         if self.stream_options is not None and not self.stream:
             yield (
                 ("stream_options", "stream"),
-                InvalidRequest("stream_options", "{...}", "only allowed with stream=true"),
+                InvalidRequest("stream_options", "{...}", "must be absent unless stream=true"),
             )
 
 
@@ -130,7 +140,13 @@ class CompletionBody(GenerationFields):
             description="a string, a list of strings, of token ids or of token-id lists, not empty"
         ),
     ]
-    max_tokens: Annotated[int, Field(ge=0, description="an integer from 0")] = 16
+    max_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="an integer from 0; absent: 16 or min_tokens, as far as there is room",
+        ),
+    ] = 16
     echo: Annotated[bool, Field(description="true or false")] = False
     logprobs: Annotated[
         int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"an integer, 0 to {MAX_LOGPROBS}")
@@ -155,13 +171,14 @@ class CompletionBody(GenerationFields):
         if self.best_of is not None and self.best_of != self.n:
             yield (
                 ("best_of", "n"),
-                InvalidRequest("best_of", self.best_of, f"the same as n, which is {self.n}"),
+                InvalidRequest(
+                    "best_of", self.best_of, f"must be the same as n, which is {self.n}"
+                ),
             )
-        if self.min_tokens > self.max_tokens:
-            yield (
-                ("min_tokens", "max_tokens"),
-                InvalidRequest("min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}"),
-            )
+        yield from self._min_rule()
+
+    def asked_limit(self) -> tuple[str, int] | None:
+        return ("max_tokens", self.max_tokens) if "max_tokens" in self.model_fields_set else None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids."""
@@ -198,6 +215,10 @@ class ChatBody(GenerationFields):
         str | None, Field(description="a string, handed to the chat template")
     ] = None
     add_generation_prompt: Annotated[bool, Field(description="true or false")] = True
+    allow_special_tokens_in_content: Annotated[
+        bool,
+        Field(description="true or false; true: users' and tools' words may spell control tokens"),
+    ] = False
     modalities: Annotated[list[Literal["text"]] | None, Field(description='["text"]')] = None
 
     @field_validator("tool_choice")
@@ -212,24 +233,23 @@ class ChatBody(GenerationFields):
         if self.top_logprobs is not None and not self.logprobs:
             yield (
                 ("top_logprobs", "logprobs"),
-                InvalidRequest("top_logprobs", self.top_logprobs, "needs logprobs=true"),
+                InvalidRequest(
+                    "top_logprobs", self.top_logprobs, "must be absent unless logprobs=true"
+                ),
             )
         limits = ("max_tokens", "max_completion_tokens")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            valid = f"the same as max_completion_tokens={self.max_completion_tokens}, or absent"
+            valid = f"must be max_completion_tokens={self.max_completion_tokens} too, or absent"
             yield limits, InvalidRequest("max_tokens", self.max_tokens, valid)
-        limit = self.output_limit()
-        if limit is not None and self.min_tokens > limit:
-            yield (
-                ("min_tokens", *limits),
-                InvalidRequest("min_tokens", self.min_tokens, f"0 to max_tokens={limit}"),
-            )
+        yield from self._min_rule()
 
-    def output_limit(self) -> int | None:
-        """max_tokens under either of its names; None: up to the context limit."""
-        return self.max_completion_tokens or self.max_tokens
+    def asked_limit(self) -> tuple[str, int] | None:
+        for name in ("max_completion_tokens", "max_tokens"):
+            if (value := getattr(self, name)) is not None:
+                return name, value
+        return None
 
 
 class TokenizeBody(AnyBody):
@@ -244,6 +264,10 @@ class TokenizeBody(AnyBody):
     add_generation_prompt: Annotated[bool, Field(description="true or false")] = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
     tools: Annotated[list[dict[str, Any]], Field(description="a list of tools")] = []
+    allow_special_tokens_in_content: Annotated[
+        bool,
+        Field(description="true or false; true: users' and tools' words may spell control tokens"),
+    ] = False
 
     def rules(self) -> Rules:
         yield from ((("messages",), x) for x in message_problems(self.messages or []))
@@ -252,7 +276,7 @@ class TokenizeBody(AnyBody):
             valid = "a string, or give messages instead"
             yield ("prompt", "messages"), MissingField("prompt", valid)
         elif self.prompt is not None and self.messages is not None:
-            valid = "absent where messages are given: only one of the two can be tokenized"
+            valid = "must be absent where messages are given: only one of the two can be tokenized"
             yield ("prompt", "messages"), InvalidRequest("prompt", short(self.prompt), valid)
 
 

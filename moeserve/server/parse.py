@@ -8,6 +8,7 @@ function). A field that is null counts as not given.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -35,9 +36,11 @@ def parse(kind: type[Body], body: bytes, more: More = _nothing_more) -> Body:
     try:
         raw = from_json(body)  # lets NaN pass: the field's own check names it
     except ValueError as error:
-        raise InvalidRequest("body", _start(body), f"a JSON object ({error})") from None
+        raise InvalidRequest("body", _start(body), f"must be a JSON object ({error})") from None
     if not isinstance(raw, dict):
-        raise InvalidRequest("body", _start(body), "a JSON object")
+        raise InvalidRequest("body", _start(body), "must be a JSON object")
+    # The fast reader keeps the last of two equal names in silence. No numbers are read here.
+    json.loads(body, object_pairs_hook=_once, parse_int=float)
     ignored = IGNORED if issubclass(kind, GenerationFields) else frozenset[str]()
     given = {k: v for k, v in raw.items() if v is not None and k not in ignored}
     problems: list[InvalidRequest] = []
@@ -59,6 +62,14 @@ def parse(kind: type[Body], body: bytes, more: More = _nothing_more) -> Body:
     problems.sort(key=lambda x: order.get(_owner(x), -1))
     raise_problems(problems[:MOST])
     return made
+
+
+def _once(pairs: list[tuple[str, Any]]) -> None:
+    seen = set[str]()
+    for name, value in pairs:
+        if name in seen:
+            raise InvalidRequest(name, short(value), "given twice in one object, once is enough")
+        seen.add(name)
 
 
 def _owner(problem: InvalidRequest) -> str:
@@ -85,10 +96,14 @@ def _problem(kind: type[BaseModel], name: str, details: ErrorDetails) -> Invalid
     path = ".".join(str(x) for x in details["loc"] if not _is_union_label(x))
     value = short(details["input"])
     if details["type"] == "extra_forbidden":
-        names = list(_owner_of(kind, details["loc"]).model_fields)
+        owner = _owner_of(kind, details["loc"])
+        names = list(owner.model_fields)
         close = difflib.get_close_matches(str(details["loc"][-1]), names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        return InvalidRequest(path, value, f"unknown field{hint}; known: {', '.join(names)}")
+        known = ", ".join(names)
+        if issubclass(owner, GenerationFields):
+            known += f"; accepted and without effect: {', '.join(sorted(IGNORED))}"
+        return InvalidRequest(path, value, f"unknown field{hint}; known: {known}")
     valid = field.description if field is not None and field.description else details["msg"]
     if details["type"] == "missing":
         return MissingField(path, valid)

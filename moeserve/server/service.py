@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from moeserve.metrics import Metrics
 from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
 from moeserve.request import Request, SamplingParams
 from moeserve.server.answer import Choice
+from moeserve.server.content import ContentGuard
 from moeserve.server.fields import (
     AnyBody,
     ChatBody,
@@ -48,15 +49,22 @@ class UnknownModel(MoeserveError):
 class ContextTooLong(InvalidRequest):
     """HTTP 400, code context_length_exceeded: names the length asked for and the limit."""
 
-    def __init__(self, field: str, num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
-        # The prompt is to blame if nothing could follow it, else the length asked for.
-        self.field = field if num_prompt_tokens >= limit else "max_tokens"
-        self.value, self.valid = num_prompt_tokens, f"at most {limit}"
-        total = num_prompt_tokens + max_tokens
+    def __init__(
+        self, field: str, num_prompt_tokens: int, limit: int, asked: tuple[str, int] | None = None
+    ) -> None:
+        """field: the prompt's. asked: the field that wants too many tokens, and how many; None:
+        no number was asked for, and not even one token has room."""
+        if asked is None:
+            more = "and leaves no room for an answer"
+        else:
+            more = f"and {asked[0]}={asked[1]} asks for more: {num_prompt_tokens + asked[1]} in all"
         text = (
-            f"this model's context is max_model_len={limit} tokens, but the prompt has "
-            f"{num_prompt_tokens} tokens and max_tokens={max_tokens} asks for more: {total} in all"
+            f"this model's context is max_model_len={limit} tokens, but {field} has "
+            f"{num_prompt_tokens} tokens {more}"
         )
+        # The prompt is to blame if nothing could follow it, else the length asked for.
+        self.field = field if asked is None or num_prompt_tokens >= limit else asked[0]
+        self.value, self.valid = num_prompt_tokens, f"at most {limit}"
         Exception.__init__(self, text)
 
 
@@ -111,6 +119,12 @@ class Service:
             log.warning(
                 "tool calls are returned as text: the tokenizer has no markers of a known format"
             )
+        self._guard = ContentGuard(self.tokenizer)
+        if self.template is not None and not self._guard.works:
+            log.warning(
+                "special tokens that users spell out become tokens: this tokenizer cannot encode "
+                "pieces of a prompt apart"
+            )
         self._told_strict = False
         self.model_name = config.model.served_name or folder.resolve().name
         self.started = time.time()
@@ -132,34 +146,44 @@ class Service:
         found: list[InvalidRequest | None] = []
         if isinstance(body, GenerationFields):
             if "logit_bias" not in bad:
-                found += map(self._bias_problem, body.logit_bias)
+                found += self._bias_problems(body.logit_bias)
             if "stop_token_ids" not in bad:
                 found.append(self._ids_problem("stop_token_ids", body.stop_token_ids))
         if isinstance(body, CompletionBody) and "prompt" not in bad:
-            ids = [x for x in body.prompts() if not isinstance(x, str)]
-            found += [self._ids_problem("prompt", x) for x in ids]
+            nested = isinstance(body.prompt[0], list)
+            for place, ids in enumerate(body.prompts()):
+                if not isinstance(ids, str):
+                    found.append(self._ids_problem(f"prompt.{place}" if nested else "prompt", ids))
         if isinstance(body, DetokenizeBody) and "tokens" not in bad:
             found.append(self._ids_problem("tokens", body.tokens))
         if isinstance(body, ChatBody | TokenizeBody):
             found += self._template_problems(body, bad)
         return [x for x in found if x is not None]
 
-    def _ids_problem(self, field: str, ids: list[int]) -> InvalidRequest | None:
-        """Token ids must name rows of the embedding."""
+    def _ids_problem(
+        self, field: str, ids: list[int], *, of_text: bool = False
+    ) -> InvalidRequest | None:
+        """Token ids must name rows of the embedding. of_text: whoever asked gave none, so that a
+        place in their list tells nothing."""
         for value in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= value < self.tokenizer.vocab_size:
-                return InvalidRequest(field, value, self._valid_ids)
+                place = field if of_text else f"{field}.{ids.index(value)}"
+                return InvalidRequest(place, value, self._valid_ids)
         return None
 
-    def _bias_problem(self, key: str) -> InvalidRequest | None:
-        plain = key.isascii() and key.isdigit() and len(key) < 10
-        if plain and int(key) < self.tokenizer.vocab_size:
-            return None
-        return InvalidRequest("logit_bias", key, self._valid_ids)
+    def _bias_problems(self, bias: dict[str, float]) -> Iterator[InvalidRequest]:
+        seen: dict[int, str] = {}
+        for key in bias:
+            plain = key.isascii() and key.isdigit() and len(key) < 10
+            if not plain or int(key) >= self.tokenizer.vocab_size:
+                yield InvalidRequest("logit_bias", key, self._valid_ids)
+            elif (first := seen.setdefault(int(key), key)) != key:
+                valid = f"must name each token id once, and {first!r} is the same id"
+                yield InvalidRequest("logit_bias", key, valid)
 
     @property
     def _valid_ids(self) -> str:
-        return f"token ids from 0 to {self.tokenizer.vocab_size - 1}"
+        return f"must be a token id from 0 to {self.tokenizer.vocab_size - 1}"
 
     def _template_problems(
         self, body: ChatBody | TokenizeBody, bad: frozenset[str]
@@ -186,8 +210,8 @@ class Service:
     def _check_prompt(self, field: str, ids: list[int]) -> None:
         """For ids that came of text: none, or more than the model has rows for."""
         if not ids:
-            raise InvalidRequest(field, ids, "at least one token")
-        problem = self._ids_problem(field, ids)
+            raise InvalidRequest(field, ids, "must hold at least one token")
+        problem = self._ids_problem(field, ids, of_text=True)
         if problem is not None:
             raise problem
 
@@ -199,29 +223,27 @@ class Service:
         self.check_room(len(prompts) * body.n)
         prompt_ids: list[list[int]] = []
         texts: list[str | None] = []
-        for prompt in prompts:
+        samplings: list[SamplingParams] = []
+        for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 ids = await self.tokenizer.encode_async(prompt, add_special_tokens=True)
                 texts.append(prompt)
             else:
                 ids = prompt
                 texts.append(None)
-            self._check_prompt("prompt", ids)
+            field = "prompt" if len(prompts) == 1 else f"prompt.{number}"
+            self._check_prompt(field, ids)
             prompt_ids.append(ids)
-        sampling = self.sampling(
-            body,
-            max_tokens=body.max_tokens,  # 0: the prompt is scored and nothing generated
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
-        limit = self.client.fleet.max_model_len()
-        longest = max(map(len, prompt_ids))
-        if "max_tokens" not in body.model_fields_set and longest < limit:
-            # Nobody asked for this many: what has room is served. The engine ends at the limit.
-            sampling = replace(sampling, max_tokens=min(body.max_tokens, limit - longest))
-        if longest + sampling.max_tokens > limit:
-            raise ContextTooLong("prompt", longest, sampling.max_tokens, limit)
-        return self._job("cmpl-", body, arrival, prompt_ids, texts, sampling, None)
+            samplings.append(
+                self.sampling(
+                    body,
+                    # 0: the prompt is scored and nothing generated
+                    max_tokens=self._max_tokens(body, field, len(ids), default=body.max_tokens),
+                    logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if body.echo else None,
+                )
+            )
+        return self._job("cmpl-", body, arrival, prompt_ids, texts, samplings, None)
 
     async def chat_job(self, body: ChatBody) -> Job:
         arrival = time.time()
@@ -230,21 +252,33 @@ class Service:
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         tools = None if body.tool_choice == "none" else body.tools or None
-        text = self.render(body.messages, tools, body.add_generation_prompt, variables)
-        ids = await self.tokenizer.encode_async(text, add_special_tokens=False)
+        pieces, ids = await self.encode_chat(body, tools, variables)
         self._check_prompt("messages", ids)
-        limit = self.client.fleet.max_model_len()
-        asked = body.output_limit()
-        max_tokens = asked if asked is not None else max(1, limit - len(ids))
-        if len(ids) + max_tokens > limit:
-            raise ContextTooLong("messages", len(ids), max_tokens, limit)
+        max_tokens = self._max_tokens(body, "messages", len(ids), default=None)
         top = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self.sampling(body, max_tokens=max_tokens, logprobs=top, prompt_logprobs=None)
         make_tools = self._tool_parser(body, tools)
         opened: bool | None = None
         if self.template is not None and self.template.uses_reasoning:
-            opened = prompt_opens_reasoning(text)
-        return self._job("chatcmpl-", body, arrival, [ids], [text], sampling, opened, make_tools)
+            opened = prompt_opens_reasoning(pieces[-1])  # what a user spells out is cut in two
+        texts: list[str | None] = ["".join(pieces)]
+        return self._job("chatcmpl-", body, arrival, [ids], texts, [sampling], opened, make_tools)
+
+    def _max_tokens(
+        self, body: GenerationFields, field: str, num_prompt_tokens: int, *, default: int | None
+    ) -> int:
+        """How many tokens may follow a prompt: as many as asked for, or ContextTooLong; else the
+        default (None: no bound) or min_tokens, as far as there is room for them."""
+        limit = self.client.fleet.max_model_len()
+        room, asked = limit - num_prompt_tokens, body.asked_limit()
+        if asked is not None:
+            if asked[1] > room:
+                raise ContextTooLong(field, num_prompt_tokens, limit, asked)
+            return asked[1]
+        if max(1, body.min_tokens) > room:
+            least = ("min_tokens", body.min_tokens) if body.min_tokens else None
+            raise ContextTooLong(field, num_prompt_tokens, limit, least)
+        return room if default is None else min(max(default, body.min_tokens), room)
 
     def _tool_parser(
         self, body: ChatBody, tools: list[dict[str, Any]] | None
@@ -267,21 +301,30 @@ class Service:
             most=None if body.parallel_tool_calls else 1,
         )
 
-    def render(
+    async def encode_chat(
         self,
-        messages: list[dict[str, object]],
-        tools: list[dict[str, object]] | None,
-        add_generation_prompt: bool,
-        variables: dict[str, object],
-    ) -> str:
-        """The prompt text of a conversation. InvalidRequest where the template refuses it."""
-        assert self.template is not None  # else `problems` has refused the body
-        return self.template.render(
+        body: ChatBody | TokenizeBody,
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> tuple[list[str], list[int]]:
+        """The prompt of a conversation, in pieces (see `content`), and its ids. InvalidRequest
+        where the template refuses it."""
+        assert self.template is not None and body.messages is not None  # see `problems`
+        messages, mark = body.messages, None
+        if not body.allow_special_tokens_in_content:
+            beside = self.template.source + repr((tools, variables))
+            messages, mark = self._guard.marked(messages, beside)
+        text = self.template.render(
             messages,
             tools=tools,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt,
             variables=variables,
         )
+        pieces = [text] if mark is None else text.split(mark)
+        ids: list[int] = []
+        for piece in pieces:
+            ids += await self.tokenizer.encode_async(piece, add_special_tokens=False)
+        return pieces, ids
 
     def sampling(
         self,
@@ -317,16 +360,17 @@ class Service:
         arrival: float,
         prompt_ids: list[list[int]],
         texts: list[str | None],
-        sampling: SamplingParams,
+        samplings: list[SamplingParams],
         opened: bool | None,
         make_tools: Callable[[], ToolCallParser] | None = None,
     ) -> Job:
-        """opened: whether the prompt opens a reasoning part; None: reasoning is not split off.
-        make_tools: makes the parser of a choice's tool calls; None: they stay text."""
+        """samplings: one a prompt. opened: whether the prompt opens a reasoning part; None:
+        reasoning is not split off. make_tools: makes the parser of a choice's tool calls; None:
+        they stay text."""
         job_id = prefix + uuid.uuid4().hex
         requests: list[Request] = []
         choices: list[Choice] = []
-        for ids in prompt_ids:
+        for ids, sampling in zip(prompt_ids, samplings, strict=True):
             for number in range(body.n):
                 own = sampling
                 if number and sampling.seed is not None:  # else n equal choices would come
