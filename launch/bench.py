@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv, usable_cores
-from launch.experts_file import output_problems, save_recording, start_recording
+from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
 from moeserve.errors import ConfigError
 from moeserve.words import counted

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from launch.commands import Command, Group
-from launch.experts import experts_app
+from launch.experts.app import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
 
 EXIT_CODES = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv, use_threads
-from launch.experts_file import output_problems
+from launch.experts.file import output_problems
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError, InvalidFields, InvalidRequest

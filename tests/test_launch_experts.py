@@ -22,7 +22,7 @@ from expert_world import recording as made_recording
 from ep.load import balancedness
 from ep.recording import ExpertRecording
 from launch.cli import app
-from launch.experts_source import Source
+from launch.experts.source import Source
 from launch.failure import exit_code_of, is_typed
 from launch.heat import grid
 from moeserve.errors import ConfigError, MoeserveError
@@ -245,7 +245,7 @@ def test_top_is_renewed_on_a_terminal(
         if len(looks) == 3:
             raise KeyboardInterrupt  # how one leaves
 
-    monkeypatch.setattr("launch.experts_top.time.sleep", sleep)
+    monkeypatch.setattr("launch.experts.top.time.sleep", sleep)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     experts("top", job.url, "--every", 0.5)
     assert looks == [0.5] * 3 and "Ctrl-C leaves" in capsys.readouterr().out

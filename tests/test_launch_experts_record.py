@@ -18,7 +18,7 @@ import pytest
 from gated_toy import real_job
 
 from ep.recording import ExpertRecording
-from launch.experts_record import Record
+from launch.experts.record import Record
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.server.rehearsal import Rehearsal, write_tokenizer
 

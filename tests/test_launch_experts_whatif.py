@@ -27,9 +27,9 @@ from expert_world import recording as made_recording
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.planning.compare import LAYOUTS, compare, drift
-from launch.experts_diff import total_variation
-from launch.experts_plan import moved_into
-from launch.experts_units import parse_bytes, parse_numbers, show_bytes, show_seconds
+from launch.experts.diff import total_variation
+from launch.experts.plan import moved_into
+from launch.experts.units import parse_bytes, parse_numbers, show_bytes, show_seconds
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.server.rehearsal import Rehearsal, write_tokenizer
 from moeserve.wire_rebalance import Rebalance

@@ -12,12 +12,12 @@ import numpy as np
 
 from ep.placement import EMPTY
 from ep.planning.replicate import balance_bound
-from launch.experts_screen import console, emit, heat, meter, table
-from launch.experts_source import Source
-from launch.experts_top import split_of
-from launch.experts_top_screen import head
-from launch.experts_units import show_bytes, show_count
-from launch.experts_view import View, ranges
+from launch.experts.screen import console, emit, heat, meter, table
+from launch.experts.source import Source
+from launch.experts.top import split_of
+from launch.experts.top_screen import head
+from launch.experts.units import show_bytes, show_count
+from launch.experts.view import View, ranges
 from moeserve.errors import ConfigError
 
 

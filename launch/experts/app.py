@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from launch.commands import Command, Group
-from launch.experts_flags import (
+from launch.experts.flags import (
     HOW,
     WHAT,
     AdminKey,
@@ -26,7 +26,7 @@ from launch.experts_flags import (
     Since,
     SourceArgument,
 )
-from launch.experts_whatif import add_whatif
+from launch.experts.whatif import add_whatif
 
 experts_app = typer.Typer(
     name="experts",
@@ -73,8 +73,8 @@ def top(
 
     On a terminal the table of a running job is renewed until Ctrl-C.
     """
-    from launch.experts_source import Source
-    from launch.experts_top import Top
+    from launch.experts.source import Source
+    from launch.experts.top import Top
 
     key = admin_key or api_key
     seen = Source(source, phase, array, placement, ranks, redundant, since, key)
@@ -105,8 +105,8 @@ def show(
     api_key: ApiKey = None,
 ) -> None:
     """One layer, or one expert: on which ranks, why, what share of the load, how many copies."""
-    from launch.experts_show import Show
-    from launch.experts_source import Source
+    from launch.experts.show import Show
+    from launch.experts.source import Source
 
     key = admin_key or api_key
     seen = Source(source, phase, array, placement, ranks, redundant, since, key)
@@ -146,8 +146,8 @@ def heatmap(
     api_key: ApiKey = None,
 ) -> None:
     """Load by layer and expert, and by layer and rank: in the terminal, and as a picture."""
-    from launch.experts_heatmap import Heatmap
-    from launch.experts_source import Source
+    from launch.experts.heatmap import Heatmap
+    from launch.experts.source import Source
 
     key = admin_key or api_key
     seen = Source(source, phase, array, placement, ranks, redundant, since, key)
@@ -178,7 +178,7 @@ def record(
 
     Ends after --seconds or --steps, or at Ctrl-C; what was recorded is saved in any case.
     """
-    from launch.experts_record import Record
+    from launch.experts.record import Record
 
     key = admin_key or api_key
     Record(url, output, seconds, steps, interval_steps, json, key).run()

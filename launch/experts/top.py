@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ep.planning.replicate import balance_bound
-from launch.experts_screen import console, emit, heat, table
-from launch.experts_source import Source, recording_view
-from launch.experts_top_screen import WIDE, top_screen
-from launch.experts_units import show_count
-from launch.experts_view import View
+from launch.experts.screen import console, emit, heat, table
+from launch.experts.source import Source, recording_view
+from launch.experts.top_screen import WIDE, top_screen
+from launch.experts.units import show_count
+from launch.experts.view import View
 from moeserve.errors import ConfigError
 
 

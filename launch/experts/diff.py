@@ -12,11 +12,11 @@ import numpy as np
 
 from ep.load import balancedness
 from ep.placement import EMPTY
-from launch.experts_plan import mean_and_worst, moved_into
-from launch.experts_screen import console, emit, heat, meter, table
-from launch.experts_source import Source
-from launch.experts_units import show_count
-from launch.experts_view import FloatArray, View
+from launch.experts.plan import mean_and_worst, moved_into
+from launch.experts.screen import console, emit, heat, meter, table
+from launch.experts.source import Source
+from launch.experts.units import show_count
+from launch.experts.view import FloatArray, View
 from moeserve.errors import ConfigError
 
 

@@ -16,12 +16,12 @@ from ep.placement import ExpertPlacement
 from ep.planner import Plan, PlanOptions, plan
 from ep.planning.plan_loads import PlanError
 from ep.presets import Layout
-from launch.experts_cases import Wanted, pieces
-from launch.experts_screen import console, emit, heat, table
-from launch.experts_source import Source
-from launch.experts_top_screen import head
-from launch.experts_units import parse_bytes, show_bytes, show_seconds
-from launch.experts_view import IntArray, View
+from launch.experts.cases import Wanted, pieces
+from launch.experts.screen import console, emit, heat, table
+from launch.experts.source import Source
+from launch.experts.top_screen import head
+from launch.experts.units import parse_bytes, show_bytes, show_seconds
+from launch.experts.view import IntArray, View
 from moeserve.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.experts_units import show_count
+from launch.experts.units import show_count
 from moeserve.errors import ConfigError
 
 HOT = 4.0  # times the mean: the end of the colour bar

@@ -19,8 +19,8 @@ from typing import Any
 from ep.archive import write_whole
 from ep.load import PHASES
 from ep.recording import ExpertRecording, RecordingError
-from launch.experts_file import output_problems
-from launch.experts_http import ExpertsHttp
+from launch.experts.file import output_problems
+from launch.experts.http import ExpertsHttp
 from moeserve.errors import ConfigError, MoeserveError
 
 LOOK_EVERY = 0.25  # seconds between two looks at how far it is

@@ -13,10 +13,10 @@ from ep.planning.compare import LAYOUTS, Comparison, compare, drift, format_tabl
 from ep.planning.plan_loads import PlanError
 from ep.planning.policy import POLICIES
 from ep.presets import Layout
-from launch.experts_cases import Wanted
-from launch.experts_screen import console, emit, heat, table
-from launch.experts_source import Source
-from launch.experts_view import FloatArray, View
+from launch.experts.cases import Wanted
+from launch.experts.screen import console, emit, heat, table
+from launch.experts.source import Source
+from launch.experts.view import FloatArray, View
 from moeserve.errors import ConfigError
 
 

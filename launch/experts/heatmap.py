@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from launch.experts_screen import console, emit, legend
-from launch.experts_source import Source
-from launch.experts_top_screen import head
-from launch.experts_view import FloatArray, View
+from launch.experts.screen import console, emit, legend
+from launch.experts.source import Source
+from launch.experts.top_screen import head
+from launch.experts.view import FloatArray, View
 from launch.heat import grid
 from moeserve.errors import ConfigError
 
@@ -38,7 +38,7 @@ class Heatmap:
         view = self.source.read()
         report = heat_report(view, self.by, self.ordered)
         if self.output is not None:
-            from launch.experts_picture import draw
+            from launch.experts.picture import draw
 
             draw(report, self.output)
             report["file"] = str(self.output)

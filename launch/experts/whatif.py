@@ -1,6 +1,6 @@
 """The commands of `moeserve experts` that ask what if, or act: plan, diff, compare, fail, apply.
 
-Parses and hands on; each command has a file of its own. `launch.experts` adds them to its app.
+Parses and hands on; each command has a file of its own. `launch.experts.app` adds them to its app.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from launch.commands import Command
-from launch.experts_flags import (
+from launch.experts.flags import (
     HOW,
     WHAT,
     WHERE,
@@ -151,9 +151,9 @@ def plan(
     api_key: ApiKey = None,
 ) -> None:
     """What if: other GPUs, copies, nodes or groups; balance before and after, moves, memory."""
-    from launch.experts_cases import Wanted
-    from launch.experts_plan import WhatIf
-    from launch.experts_source import Source
+    from launch.experts.cases import Wanted
+    from launch.experts.plan import WhatIf
+    from launch.experts.source import Source
 
     seen = Source(source, phase, array, placement, ranks, 0, since, admin_key or api_key)
     wanted = Wanted(
@@ -191,8 +191,8 @@ def diff(
     api_key: ApiKey = None,
 ) -> None:
     """Two placements, recordings or jobs: how far loads drifted, how many slots changed."""
-    from launch.experts_diff import Diff
-    from launch.experts_source import Source
+    from launch.experts.diff import Diff
+    from launch.experts.source import Source
 
     key = admin_key or api_key
     a = Source(first, phase, array, since=since, key=key)
@@ -264,9 +264,9 @@ def compare(
     api_key: ApiKey = None,
 ) -> None:
     """Policies side by side on the same loads: contiguous, EPLB-equivalent, ours."""
-    from launch.experts_cases import Wanted
-    from launch.experts_compare import Compare
-    from launch.experts_source import Source
+    from launch.experts.cases import Wanted
+    from launch.experts.compare import Compare
+    from launch.experts.source import Source
 
     wanted = Wanted(
         gpus,
@@ -338,8 +338,8 @@ def fail(
 
     Without --gpu and --node: each of them alone, the worst first.
     """
-    from launch.experts_fail import Fail
-    from launch.experts_source import Source
+    from launch.experts.fail import Fail
+    from launch.experts.source import Source
 
     key = admin_key or api_key
     seen = Source(source, phase, array, placement, ranks, redundant, since, key)
@@ -382,7 +382,7 @@ def apply(
 
     Requests go on meanwhile, and their tokens are what they would have been.
     """
-    from launch.experts_apply import Apply
+    from launch.experts.apply import Apply
 
     key = admin_key or api_key
     Apply(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.experts_http import ExpertsHttp
-from launch.experts_screen import console, emit
-from launch.experts_source import load_placement
-from launch.experts_units import show_bytes, show_seconds
+from launch.experts.http import ExpertsHttp
+from launch.experts.screen import console, emit
+from launch.experts.source import load_placement
+from launch.experts.units import show_bytes, show_seconds
 from moeserve.errors import ConfigError, MoeserveError
 
 LOOK_EVERY = 0.2

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from ep.planner import PlanOptions, plan
 from ep.planning.balance import table_balance
 from ep.planning.plan_loads import PlanError
-from launch.experts_plan import mean_and_worst, moves
-from launch.experts_screen import console, emit, heat, table
-from launch.experts_source import Source
-from launch.experts_top_screen import head
-from launch.experts_units import parse_bytes, parse_numbers, show_bytes, show_seconds
-from launch.experts_view import View, ranges
+from launch.experts.plan import mean_and_worst, moves
+from launch.experts.screen import console, emit, heat, table
+from launch.experts.source import Source
+from launch.experts.top_screen import head
+from launch.experts.units import parse_bytes, parse_numbers, show_bytes, show_seconds
+from launch.experts.view import View, ranges
 from moeserve.errors import ConfigError
 
 BoolArray = NDArray[np.bool_]

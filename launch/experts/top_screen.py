@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.experts_screen import beside, heat, meter, table
-from launch.experts_units import show_count
+from launch.experts.screen import beside, heat, meter, table
+from launch.experts.units import show_count
 
 WIDE = 132  # columns from which tables stand side by side
 

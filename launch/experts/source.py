@@ -19,8 +19,8 @@ import numpy as np
 from ep.load import PHASES
 from ep.placement import ExpertPlacement, PlacementError
 from ep.recording import ExpertRecording, RecordingError
-from launch.experts_http import ExpertsHttp
-from launch.experts_view import FloatArray, IntArray, View
+from launch.experts.http import ExpertsHttp
+from launch.experts.view import FloatArray, IntArray, View
 from moeserve.errors import ConfigError, MoeserveError
 
 ALL = "all"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ep.presets import PRESETS, Layout
-from launch.experts_units import parse_numbers
-from launch.experts_view import View
+from launch.experts.units import parse_numbers
+from launch.experts.view import View
 from moeserve.errors import ConfigError
 
 SHARED = ("replicated", "hosted")

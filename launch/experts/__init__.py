@@ -1,0 +1,1 @@
+"""moeserve experts: commands that look at, and change, where experts live."""
