@@ -20,10 +20,10 @@ from threading import Thread
 
 from launch.env import ERRORS, error_file
 from launch.failure import write_verdict
-from launch.processes import leave
+from launch.processes import is_alive, launcher_of_front_end, leave
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError, MoeserveError, RankDied
+from moeserve.errors import ConfigError, JobDied, MoeserveError, RankDied
 from moeserve.lifeline import LIFELINE, when_parent_ends
 
 LAST_WORDS_SECONDS = 3.0  # the death of a rank is known and told within one
@@ -125,15 +125,21 @@ def python_environment(**extra: str) -> dict[str, str]:
 
 def main() -> None:
     folder = TorchrunFolder(error_file(os.environ))
+    launcher = launcher_of_front_end()
     when_parent_ends(lambda: _last_words(folder))
     from moeserve.frontend import main as front_end_main
 
-    code = front_end_main(on_rank_died=_record)
+    code = front_end_main(
+        on_rank_died=_record,
+        launcher_gone=lambda: launcher is not None and not is_alive(launcher),
+    )
     folder.remove_if_orphaned()
     leave(code)
 
 
-def _record(error: RankDied) -> None:
+def _record(error: JobDied) -> None:
+    if not isinstance(error, RankDied):
+        return  # of the launcher's end nobody is left to hear
     shared = os.environ.get(ERRORS)  # torchrun's file is rank 0's own, in torchrun's form
     write_verdict(Path(shared) if shared else None, error.rank)
 

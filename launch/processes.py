@@ -24,6 +24,15 @@ def siblings() -> list[psutil.Process]:
     return found
 
 
+def launcher_of_front_end() -> psutil.Process | None:
+    """In a front end: whoever started rank 0, its parent. All ranks end with their launcher
+    (`launch.signals.die_with_parent`), so that it must be asked before a rank is blamed."""
+    with contextlib.suppress(psutil.Error):
+        rank = psutil.Process().parent()
+        return rank.parent() if rank is not None else None
+    return None
+
+
 def is_alive(process: psutil.Process) -> bool:
     """False for a zombie too."""
     try:

@@ -16,7 +16,7 @@ from launch.failure import LOST_PEER, describe_exit
 from launch.front_end import FrontEndProcess
 from launch.rank import PEER_LOSS_SECONDS, RankProcess, build_and_show
 from moeserve.config import ServeConfig
-from moeserve.errors import MoeserveError, RankDied
+from moeserve.errors import FrontEndDied, JobDied, MoeserveError
 from moeserve.terminal import say
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ServingRank(RankProcess):
             self.stopping.asked.set()
             code = self.front_end.wait(FRONT_END_EXIT_SECONDS)
             if code:
-                raise MoeserveError(f"the front end died: {describe_exit(code)}")
+                raise _died(code)
             self.front_end.kill()
 
     def let_go(self, seconds: float) -> None:
@@ -114,5 +114,11 @@ class ServingRank(RankProcess):
         code = self.front_end.poll()
         if not code or self.stopping.asked.is_set():
             return
-        time.sleep(PEER_LOSS_SECONDS if code == RankDied.exit_code else 0)
-        self.fail(MoeserveError(f"the front end died: {describe_exit(code)}"))
+        time.sleep(PEER_LOSS_SECONDS if code == JobDied.exit_code else 0)
+        self.fail(_died(code))
+
+
+def _died(code: int) -> MoeserveError:
+    """A front end that was killed, or that failed by itself and has said how."""
+    kind = FrontEndDied if code < 0 else MoeserveError
+    return kind(f"the front end died: {describe_exit(code)}")

@@ -237,7 +237,7 @@ def content_text(content: object, field: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(field, _short(content), "a string or a list of text parts")
+        raise InvalidRequest(field, _short(content), "must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -249,10 +249,10 @@ def content_text(content: object, field: str) -> str | None:
             text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in ("text", "input_text", "refusal", "output_text"):
             raise InvalidRequest(
-                f"{field}.{index}.type", kind, "'text': this model reads text only"
+                f"{field}.{index}.type", kind, "must be 'text': this model reads text only"
             )
         if not isinstance(text, str):
-            raise InvalidRequest(f"{field}.{index}.text", _short(text), "a string")
+            raise InvalidRequest(f"{field}.{index}.text", _short(text), "must be a string")
         texts.append(text)
     return "\n".join(texts)
 

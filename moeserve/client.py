@@ -18,7 +18,7 @@ import msgspec
 
 from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
-from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
+from moeserve.errors import InvalidRequest, JobDied, LauncherDied, NotReady, QueueFull, RankDied
 from moeserve.fleet import Fleet, LossKind
 from moeserve.load_desk import LoadDesk
 from moeserve.rank_link import RankLink
@@ -40,8 +40,9 @@ _LOOK_AGAIN = 0.05
 class EngineClient:
     """See the module. Construct, `bind`, then `start` inside the running loop.
 
-    on_ready fires once when all ranks are Ready; on_rank_died once, with the rank to blame, after
-    all streams have been ended; on_first_token and on_finished feed the metrics.
+    on_ready fires once when all ranks are Ready; on_rank_died once, with whom to blame (a rank, or
+    the launcher), after all streams have been ended; on_first_token and on_finished feed the
+    metrics. launcher_gone: whether whoever started the ranks, which end with it, is gone.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class EngineClient:
         lockstep_timeout: float = 60.0,
         prefix_cache: bool = True,
         on_ready: Callable[[], None] = lambda: None,
-        on_rank_died: Callable[[RankDied], None] = lambda error: None,
+        on_rank_died: Callable[[JobDied], None] = lambda error: None,
+        launcher_gone: Callable[[], bool] = lambda: False,
         on_first_token: Callable[[Flight], None] = lambda flight: None,
         on_finished: Callable[[Flight], None] = lambda flight: None,
     ) -> None:
@@ -61,9 +63,10 @@ class EngineClient:
         self.max_queue = max_queue
         self.lockstep_timeout = lockstep_timeout
         self.draining = False
-        self.failed: RankDied | None = None
+        self.failed: JobDied | None = None
         self.num_rejected = 0
         self.on_ready, self.on_rank_died = on_ready, on_rank_died
+        self._launcher_gone = launcher_gone
         self.on_first_token, self.on_finished = on_first_token, on_finished
         self._prefix_cache = prefix_cache and num_ranks > 1
         self._index = PrefixIndex(num_ranks)
@@ -92,7 +95,7 @@ class EngineClient:
         self._link.start(self._loop)
 
     async def wait_ready(self) -> None:
-        """Return when every rank is Ready; RankDied if one is lost before."""
+        """Return when every rank is Ready; JobDied if one is lost before."""
         while not self.fleet.all_ready:
             if self.failed is not None:
                 raise self.failed
@@ -140,10 +143,19 @@ class EngineClient:
     def num_in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def failing(self) -> str | None:
+        """Why the job is at its end: the verdict, or, while that is being found, what is known."""
+        if self.failed is not None:
+            return str(self.failed)
+        if self.fleet.losses and not self._stopping:
+            return "a rank's connection was lost; finding out which rank died"
+        return None
+
     def check_ready(self) -> None:
         """NotReady with the reason, unless requests can be taken now."""
-        if self.failed is not None:
-            raise NotReady(str(self.failed))
+        if (reason := self.failing) is not None:
+            raise NotReady(reason)
         if self.draining:
             raise NotReady("the server is shutting down")
         if not self.fleet.all_ready:
@@ -163,7 +175,7 @@ class EngineClient:
         self.check_ready()
         if len(requests) > self.max_queue:
             raise InvalidRequest(
-                "n", len(requests), f"sequences of one call, at most max_queue={self.max_queue}"
+                "n", len(requests), f"must be at most max_queue={self.max_queue} in all of a call"
             )
         if len(self._flights) + len(requests) > self.max_queue:
             raise self.queue_full(len(requests))
@@ -356,10 +368,13 @@ class EngineClient:
         assert self._loop is not None
         if self._stopping:
             return  # told to stop since
-        if not self.fleet.is_clear and self._loop.time() < self._verdict_due:
+        if self._launcher_gone():
+            self.failed = LauncherDied()
+        elif self.fleet.is_clear or self._loop.time() >= self._verdict_due:
+            self.failed = RankDied(*self.fleet.first_cause())
+        else:
             self._verdict = self._loop.call_later(_LOOK_AGAIN, self._pronounce)
             return
-        self.failed = RankDied(*self.fleet.first_cause())
         for request_id in list(self._flights):
             self._end_with_error(request_id, str(self.failed), abort=False)
         self.experts.lost(str(self.failed))

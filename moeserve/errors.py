@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 
 
@@ -28,7 +30,7 @@ class InvalidRequest(MoeserveError):
 
     def __init__(self, field: str, value: object, valid: str) -> None:
         self.field, self.value, self.valid = field, value, valid
-        super().__init__(f"{field}={value!r} is not valid: {valid}")
+        super().__init__(f"{field}={_spelled(value)} is not valid: {valid}")
 
 
 class MissingField(InvalidRequest):
@@ -48,6 +50,22 @@ class InvalidFields(InvalidRequest):
         self.problems = tuple(problems)
         text = "; ".join(f"({number}) {x}" for number, x in enumerate(problems, 1))
         Exception.__init__(self, f"{len(problems)} fields are not valid: {text}")
+
+
+def _spelled(value: object) -> str:
+    """A value as JSON and TOML spell it where Python does otherwise: true, null, NaN."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case float() if not math.isfinite(value):
+            return json.dumps(value)
+        case list():
+            return f"[{', '.join(map(_spelled, value))}]"
+        case dict():
+            return "{" + ", ".join(f"{k!r}: {_spelled(v)}" for k, v in value.items()) + "}"
+    return repr(value)
 
 
 def raise_problems(problems: Sequence[InvalidRequest]) -> None:
@@ -72,11 +90,28 @@ class EngineFailed(MoeserveError):
     """A step failed; it ended for all ranks. Running requests end with finish_reason 'error'."""
 
 
-class RankDied(MoeserveError):
-    """A rank left the job. `rank` is the first one known to have died."""
+class JobDied(MoeserveError):
+    """A process without which the job cannot go on is gone."""
 
     exit_code = 3
+
+
+class RankDied(JobDied):
+    """A rank left the job. `rank` is the first one known to have died."""
 
     def __init__(self, rank: int, reason: str) -> None:
         self.rank, self.reason = rank, reason
         super().__init__(f"rank {rank} died: {reason}")
+
+
+class LauncherDied(JobDied):
+    """Whoever had started the ranks is gone; the kernel ended them for that: none is to blame."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the launcher died: the process that had started the ranks is gone, and they with it"
+        )
+
+
+class FrontEndDied(JobDied):
+    """The front end was killed: nobody can ask any more, so the ranks leave."""

@@ -17,7 +17,9 @@ The contract with whoever starts it (launch):
 - A rank whose connection is lost, that says Fatal or whose host stays silent for
   `server.rank_timeout` ends the job: every running request ends with an error, the other ranks are
   told to stop, `announce("failed", message)` is called and RankDied (exit code 3, names the rank)
-  is raised, all within about a second. A rank that dies before its Hello is launch's to notice.
+  is raised, all within about a second; LauncherDied, where the ranks left for that. From the first
+  sign on /health is not ready and new requests get 503. A rank that dies before its Hello is
+  launch's to notice.
 
 As a command, for a launcher that starts processes and not functions:
 
@@ -46,7 +48,7 @@ import uvicorn
 
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError, MoeserveError, RankDied
+from moeserve.errors import ConfigError, JobDied, MoeserveError
 from moeserve.metrics import Metrics
 from moeserve.server.app import create_app
 from moeserve.server.service import Service
@@ -68,13 +70,16 @@ def run_front_end(
     num_ranks: int,
     bind_host: str = "127.0.0.1",
     announce: Announce = lambda what, value: None,
-    on_rank_died: Callable[[RankDied], None] = lambda error: None,
+    on_rank_died: Callable[[JobDied], None] = lambda error: None,
+    launcher_gone: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until a signal (returns) or the death of a rank (raises RankDied). See above.
-    on_rank_died hears of that death while streams are being ended."""
+    """Serve until a signal (returns) or the death of a rank (raises JobDied). See above.
+    on_rank_died hears of that death while streams are being ended. launcher_gone: whether whoever
+    started the ranks is gone, which is why they are."""
     import uvloop
 
-    uvloop.run(_FrontEnd(config, num_ranks, bind_host, announce, on_rank_died).run())
+    front_end = _FrontEnd(config, num_ranks, bind_host, announce, on_rank_died, launcher_gone)
+    uvloop.run(front_end.run())
 
 
 class _FrontEnd:
@@ -86,11 +91,12 @@ class _FrontEnd:
         num_ranks: int,
         bind_host: str,
         announce: Announce,
-        on_rank_died: Callable[[RankDied], None],
+        on_rank_died: Callable[[JobDied], None],
+        launcher_gone: Callable[[], bool],
     ) -> None:
         self._config, self._num_ranks = config, num_ranks
         self._bind_host, self._announce = bind_host, announce
-        self._tell_death = on_rank_died
+        self._tell_death, self._launcher_gone = on_rank_died, launcher_gone
         self._ending = asyncio.Event()  # a signal came, or a rank died
         self._hurry = asyncio.Event()  # a second signal came
 
@@ -105,6 +111,7 @@ class _FrontEnd:
             on_first_token=metrics.first_token,
             on_finished=metrics.finished,
             on_rank_died=self._on_rank_died,
+            launcher_gone=self._launcher_gone,
         )
         try:
             service = Service(self._config, client, metrics)
@@ -187,7 +194,7 @@ class _FrontEnd:
         client.draining = True  # from this moment on /health and new requests know
         self._ending.set()
 
-    def _on_rank_died(self, error: RankDied) -> None:
+    def _on_rank_died(self, error: JobDied) -> None:
         log.error("%s", error)
         self._tell_death(error)
         self._announce("failed", str(error))
@@ -226,7 +233,10 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://{shown}:{port}"
 
 
-def main(on_rank_died: Callable[[RankDied], None] = lambda error: None) -> int:
+def main(
+    on_rank_died: Callable[[JobDied], None] = lambda error: None,
+    launcher_gone: Callable[[], bool] = lambda: False,
+) -> int:
     """The command described in the module; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moeserve.frontend")
     parser.add_argument("--config", type=Path, required=True)
@@ -251,6 +261,7 @@ def main(on_rank_died: Callable[[RankDied], None] = lambda error: None) -> int:
             bind_host=options.bind_host,
             announce=announce,
             on_rank_died=on_rank_died,
+            launcher_gone=launcher_gone,
         )
     except MoeserveError as error:
         if "failed" not in told:

@@ -29,9 +29,9 @@ class RecordingConflict(MoeserveError):
 def check_recording(interval_steps: int, max_steps: int) -> None:
     """InvalidRequest, by name."""
     if not 1 <= interval_steps <= MAX_INTERVAL_STEPS:
-        raise InvalidRequest("interval_steps", interval_steps, f"1 to {MAX_INTERVAL_STEPS}")
+        raise InvalidRequest("interval_steps", interval_steps, f"must be 1 to {MAX_INTERVAL_STEPS}")
     if not 0 <= max_steps < 1 << 62:
-        raise InvalidRequest("max_steps", max_steps, "at least 1, or 0 for no end")
+        raise InvalidRequest("max_steps", max_steps, "must be at least 1, or 0 for no end")
 
 
 class LoadDesk:

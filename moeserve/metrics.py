@@ -93,7 +93,7 @@ class _FleetCollector(Collector):
         client, fleet = self._client, self._client.fleet
         now = time.monotonic()
         plain = {
-            "ready": ("1 when requests are taken", fleet.all_ready and client.failed is None),
+            "ready": ("1 when requests are taken", fleet.all_ready and client.failing is None),
             "requests_in_flight": ("Sequences waiting or running", client.num_in_flight),
             "queue_limit": ("Most sequences in flight (max_queue)", client.max_queue),
             "lockstep_stalled": (

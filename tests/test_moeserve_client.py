@@ -12,7 +12,7 @@ import pytest
 from moeserve import wire
 from moeserve.cache.block_hash import block_hashes
 from moeserve.client import EngineClient
-from moeserve.errors import InvalidRequest, NotReady, QueueFull, RankDied
+from moeserve.errors import InvalidRequest, JobDied, LauncherDied, NotReady, QueueFull, RankDied
 from moeserve.request import FinishReason, Request, SamplingParams, TokenOutput
 from moeserve.server.rehearsal import FakeRank, echo, output, say
 
@@ -265,6 +265,38 @@ def test_all_ranks_gone_at_once_are_said_to_be() -> None:
         assert "all other ranks are gone as well" in died[0].reason
 
     job(body, ranks=3, on_rank_died=died.append)
+
+
+def test_the_launcher_is_named_where_ranks_left_because_it_had() -> None:
+    died: list[Any] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        ranks[0].pause()
+        ranks[1].pause()
+        stream = client.open([ask("a")])
+        ranks[1].die()
+        (last,) = await stream.get()
+        assert last.error is not None and last.error.startswith("the launcher died")
+        await until(lambda: bool(died))
+        assert isinstance(died[0], LauncherDied) and "rank 1" not in str(died[0])
+
+    job(body, ranks=2, on_rank_died=died.append, launcher_gone=lambda: True)
+
+
+def test_nothing_is_taken_from_the_first_sign_of_a_loss_on() -> None:
+    died: list[JobDied] = []
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        assert client.failing is None
+        client._unreachable(1)
+        assert client.failed is None, "the verdict takes its time"
+        with pytest.raises(NotReady, match="finding out which rank died"):
+            client.open([ask("a")])
+        await until(lambda: bool(died))
+        with pytest.raises(NotReady, match="rank 1 died"):
+            client.open([ask("a")])
+
+    job(body, ranks=2, on_rank_died=died.append)
 
 
 def test_ranks_that_leave_at_a_stop_have_not_died() -> None:

@@ -75,7 +75,7 @@ def test_wrong_values_are_400_and_name_the_field(
     error = error_of(http.post(path, json=body | {"logit_bias": {"640": 1}}), 400)
     assert "0 to 639" in error["message"]
     error = error_of(http.post(path, json=body | {"stop_token_ids": [640]}), 400)
-    assert error["param"] == "stop_token_ids"
+    assert error["param"] == "stop_token_ids.0"
     assert error_of(http.post(path, content=b"{nope"), 400)["param"] == "body"
 
 
@@ -86,9 +86,9 @@ def test_all_wrong_fields_are_named_in_one_answer(http: httpx.Client) -> None:
     for part in (
         "5 fields are not valid",
         "top_p=7 is not valid: must be a number above 0, at most 1",
-        "stop_token_ids=640 is not valid: token ids from 0 to 639",
-        "prompt=641 is not valid: token ids from 0 to 639",
-        "best_of=3 is not valid: the same as n, which is 1",
+        "stop_token_ids.0=640 is not valid: must be a token id from 0 to 639",
+        "prompt.0.0=641 is not valid: must be a token id from 0 to 639",
+        "best_of=3 is not valid: must be the same as n, which is 1",
         "seeds=1 is not valid: unknown field (did you mean seed?)",
     ):
         assert part in error["message"]
@@ -112,9 +112,42 @@ def test_oversize_prompts_are_400_with_both_numbers(http: httpx.Client) -> None:
 
 
 def test_token_ids_outside_of_the_vocabulary(http: httpx.Client) -> None:
-    for prompt in ([640], [[5], [-1]]):
+    for prompt, place in (([5, 640], "prompt.1"), ([[5], [7, 8, -1]], "prompt.1.2")):
         error = error_of(http.post("/v1/completions", json={"prompt": prompt}), 400)
-        assert error["param"] == "prompt" and "0 to 639" in error["message"]
+        assert error["param"] == place and "0 to 639" in error["message"]
+    error = error_of(http.post("/detokenize", json={"tokens": [1, 99999]}), 400)
+    assert "tokens.1=99999 is not valid: must be a token id from 0 to 639" in error["message"]
+    ids = {"prompt": [5] * 200 + [9999]}
+    assert error_of(http.post("/v1/completions", json=ids), 400)["param"] == "prompt.200"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('"hello"', "must be a JSON object"),
+        ('{"prompt": "x", "n": true}', "n=true is not valid: must be an integer"),
+        ('{"prompt": "x", "top_p": NaN}', "top_p=NaN is not valid: must be a number"),
+        ('{"prompt": "x", "stop": [null]}', "stop=[null] is not valid: must be a string"),
+        ('{"prompt": "x", "stop_token_ids": {"a": true}}', "stop_token_ids={'a': true} is not"),
+        ('{"prompt": "x", "usr": 1}', "accepted and without effect: metadata, "),
+    ],
+)
+def test_problems_say_what_must_be_in_the_spelling_of_json(
+    http: httpx.Client, content: str, text: str
+) -> None:
+    assert text in error_of(http.post("/v1/completions", content=content), 400)["message"]
+
+
+def test_from_the_first_sign_of_a_loss_on_nothing_is_ready(folder: Path) -> None:
+    with Rehearsal(folder, num_ranks=2) as job:
+        client = job.service.client
+        job.on_loop(lambda: setattr(client, "_schedule_verdict", lambda: None))  # it takes long
+        job.on_loop(lambda: client._unreachable(1))
+        health = httpx.get(job.url + "/health")
+        assert health.status_code == 503 and "finding out" in health.json()["reason"]
+        refused = httpx.post(job.url + COMPLETION[0], json=COMPLETION[1])
+        assert "finding out" in error_of(refused, 503)["message"] and refused.headers["retry-after"]
+        assert "moeserve_ready 0.0" in httpx.get(job.url + "/metrics").text
 
 
 @pytest.mark.parametrize(

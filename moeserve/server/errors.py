@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moeserve.errors import EngineFailed, InvalidRequest, NotReady, QueueFull, RankDied
+from moeserve.errors import EngineFailed, InvalidRequest, JobDied, NotReady, QueueFull
 from moeserve.load_desk import RecordingConflict
 from moeserve.server.rebalance import RebalanceRefused
 from moeserve.server.service import ContextTooLong, UnknownModel
@@ -48,6 +48,6 @@ def answer_for(error: Exception) -> JsonBytes:
             return error_answer(
                 503, str(error), "server_error", code="not_ready", headers={"retry-after": "5"}
             )
-        case EngineFailed() | RankDied():
+        case EngineFailed() | JobDied():
             return error_answer(500, str(error), "server_error", code="engine_error")
     return error_answer(500, f"internal error: {type(error).__name__}", "server_error")

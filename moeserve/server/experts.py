@@ -77,7 +77,7 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
         """End the recording, or take again the one that has ended: the file as bytes, or with
         format=json what it holds in a few words."""
         if format not in ("npz", "json"):
-            raise InvalidRequest("format", format, "npz or json")
+            raise InvalidRequest("format", format, "must be npz or json")
         recording = await desk.stop()
         if format == "json":
             return JsonBytes(desk.state() | describe(recording))
@@ -114,7 +114,9 @@ def _rows(service: Service, layer: str | None) -> slice:
         return slice(None)
     layers = _layers(service)
     if not layer.isascii() or not layer.isdecimal() or len(layer) > 9 or int(layer) not in layers:
-        valid = f"a layer that has experts: {layers[0]} to {layers[-1]}" if layers else "none here"
+        valid = "must be absent: no layer has experts"
+        if layers:
+            valid = f"must be a layer that has experts: {layers[0]} to {layers[-1]}"
         raise InvalidRequest("layer", layer, valid)
     row = layers.index(int(layer))
     return slice(row, row + 1)

@@ -73,7 +73,7 @@ class RebalanceBody(AnyBody):
         if self.placement is not None and self.options != PlannerFields():
             yield (
                 ("placement", "options"),
-                InvalidRequest("options", "...", "left out where a placement is given"),
+                InvalidRequest("options", "...", "must be absent where a placement is given"),
             )
 
 
@@ -207,7 +207,7 @@ def _table(now: ExpertPlacement, rows: list[list[int]]) -> bytes:
     try:
         made = ExpertPlacement(np.array(rows, np.int64), now.num_logical_experts, now.num_ranks)
     except (PlacementError, OverflowError) as error:
-        raise InvalidRequest("placement", "...", f"a placement: {error}") from None
+        raise InvalidRequest("placement", "...", f"must be a placement: {error}") from None
     return made.physical_to_logical.astype("<i4").tobytes()
 
 

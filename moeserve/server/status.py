@@ -13,8 +13,8 @@ def health(service: Service) -> dict[str, Any]:
     client, fleet = service.client, service.client.fleet
     now = time.monotonic()
     stalled = fleet.stalled(now, client.lockstep_timeout)
-    if client.failed is not None:
-        status, reason = "failed", str(client.failed)
+    if (failing := client.failing) is not None:
+        status, reason = "failed", failing
     elif client.draining:
         status, reason = "draining", f"shutting down; {client.num_in_flight} requests still run"
     elif not fleet.all_ready:

@@ -46,7 +46,7 @@ def run_rank(config, group, front_end, builder=None):
 FRONT = """
 import argparse, json, os, signal, sys, time
 from pathlib import Path
-def main(on_rank_died=None):
+def main(**hooks):
     parser = argparse.ArgumentParser()
     for name in ("--config", "--num-ranks", "--bind-host", "--announce-fd"):
         parser.add_argument(name)
@@ -160,7 +160,7 @@ def test_a_killed_rank_0_is_named(start, tmp_path):
 def test_a_dead_front_end_ends_the_job(start, tmp_path):
     job = start(ranks=1)
     os.kill(pid(tmp_path, "front"), signal.SIGKILL)
-    assert job.end() == 1
+    assert job.end() == 3
     assert "the front end died: killed by SIGKILL" in job.text.splitlines()[-1]
 
 
@@ -278,6 +278,18 @@ def test_a_stream_ends_with_the_name_of_a_dead_rank(run_real, random_checkpoint)
     assert "moeserve: error: rank 2 died: " in job.text and "may run on" not in job.text
     assert "Traceback" not in job.text and "gloo" not in job.text.partition("rank 2 died")[2]
     assert all(x.startswith("moeserve: ") for x in job.output), "one style"
+
+
+def test_a_stream_ends_with_word_of_a_dead_launcher(run_real, random_checkpoint):
+    job = run_real(*serving(random_checkpoint), "--ep", "2", "--max-model-len", "2000")
+    url = url_of(job)
+    with streaming(url, max_tokens=1500) as lines:
+        job.process.kill()
+        rest = "\n".join(lines)
+    job.end()
+    assert '"finish_reason":"error"' in rest and "the launcher died: " in rest, rest[-500:]
+    assert "moeserve: error: the launcher died: " in job.text, job.text
+    assert not re.search(r"rank \d+ died", rest + job.text), "no rank is to blame"
 
 
 def test_a_torn_checkpoint_is_one_line(run_real, random_checkpoint, tmp_path):
