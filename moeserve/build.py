@@ -26,7 +26,7 @@ from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, sett
 from moeserve.memory import CachePlan, CacheTooSmall
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
-from moeserve.rebalance_build import open_rebalancer, our_planner
+from moeserve.rebalancing.build import open_rebalancer, our_planner
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler

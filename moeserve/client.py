@@ -22,7 +22,7 @@ from moeserve.errors import InvalidRequest, JobDied, LauncherDied, NotReady, Que
 from moeserve.fleet import Fleet, LossKind
 from moeserve.load_desk import LoadDesk
 from moeserve.rank_link import RankLink
-from moeserve.rebalance_desk import RebalanceDesk
+from moeserve.rebalancing.desk import RebalanceDesk
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
 from moeserve.streams import Flight, OutputStream

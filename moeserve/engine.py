@@ -27,7 +27,7 @@ from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
 from moeserve.plan import StepPlan
-from moeserve.rebalancer import Rebalancer
+from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.recorder import StepRecorder
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.runner import ModelRunner

@@ -31,7 +31,7 @@ from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
 from moeserve.placing import first_placement
-from moeserve.rebalance_build import rebalance_problems
+from moeserve.rebalancing.build import rebalance_problems
 from moeserve.words import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

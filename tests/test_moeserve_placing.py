@@ -22,7 +22,7 @@ from moeserve.errors import ConfigError
 from moeserve.fleet import Fleet
 from moeserve.llm import config_from
 from moeserve.placing import describe, first_placement
-from moeserve.rebalance_build import planner_options
+from moeserve.rebalancing.build import planner_options
 from moeserve.startup import prepare
 from moeserve.wire import Ready
 

@@ -26,10 +26,10 @@ from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, NotReady
 from moeserve.llm import config_from
 from moeserve.lockstep import Lockstep, StepAgreement, Vote
-from moeserve.rebalance_build import open_rebalancer, our_planner, rebalance_problems
-from moeserve.rebalance_desk import RebalanceDesk
-from moeserve.rebalance_plan import Answer, PlanMaker, Question, TableError
-from moeserve.rebalancer import Rebalancer
+from moeserve.rebalancing.build import open_rebalancer, our_planner, rebalance_problems
+from moeserve.rebalancing.desk import RebalanceDesk
+from moeserve.rebalancing.plan import Answer, PlanMaker, Question, TableError
+from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.wire_rebalance import Rebalance, RebalanceReport, RebalanceStats
 
 world = thread_world  # the fixture
@@ -328,7 +328,7 @@ def test_each_plan_has_a_staging_buffer_of_its_own_and_gives_it_back(
         mine.append(weakref.ref(buffer))
         return buffer
 
-    monkeypatch.setattr("moeserve.rebalancer.staging_buffer", remembered)
+    monkeypatch.setattr("moeserve.rebalancing.rebalancer.staging_buffer", remembered)
 
     def body(group: EPGroup) -> None:
         one = open_one(group, Model(group.rank), [], [])

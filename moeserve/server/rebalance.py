@@ -1,6 +1,6 @@
 """The routes /experts/placement and /experts/rebalance: where experts are, and to move them.
 
-Knows the placement that rank 0 last told, the desk that asks it (`moeserve.rebalance_desk`), how
+Knows the placement that rank 0 last told, the desk that asks it (`moeserve.rebalancing.desk`), how
 wishes and answers look as JSON. Guarded by the admin key (`keys`).
 
 Shape letters: L layers that have experts, E logical experts, P physical slots.
@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from ep.placement import ExpertPlacement, PlacementError
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
-from moeserve.rebalance_desk import RebalanceDesk
+from moeserve.rebalancing.desk import RebalanceDesk
 from moeserve.server.fields import AnyBody, Rules
 from moeserve.server.service import Service
 from moeserve.server.sse import JsonBytes

@@ -35,7 +35,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import gather_objects
 from moeserve.peer_loss import is_lost_peer
-from moeserve.rebalancer import Rebalancer
+from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.request import Request, SamplingParams
 from moeserve.wire_rebalance import Rebalance
 

@@ -24,8 +24,8 @@ from ep.transfer import Transfer
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
 from moeserve.lockstep import agree_on_problems, gather_objects
-from moeserve.rebalance_plan import IntArray, PlanMaker, Planner
-from moeserve.rebalancer import Movable, RebalanceOptions, Rebalancer
+from moeserve.rebalancing.plan import IntArray, PlanMaker, Planner
+from moeserve.rebalancing.rebalancer import Movable, RebalanceOptions, Rebalancer
 from moeserve.recorder import StepRecorder
 
 SILENCE = 0.5  # of the deadline: how long a source may take to answer

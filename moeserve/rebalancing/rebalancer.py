@@ -44,8 +44,8 @@ from ep.rebalance import (
 )
 from ep.transfer import Staging, Transfer, TransferLimits, Trouble, Wanted, staging_buffer
 from moeserve.lockstep import StepAgreement
-from moeserve.rebalance_ledger import RebalanceLedger
-from moeserve.rebalance_plan import Answer, PlanMaker, Question
+from moeserve.rebalancing.ledger import RebalanceLedger
+from moeserve.rebalancing.plan import Answer, PlanMaker, Question
 from moeserve.wire_rebalance import Rebalance, RebalanceReport, RebalanceStats
 
 IntArray = NDArray[np.int64]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ep.migrate import MigrationPlan
 from ep.rebalance import CAUSE_TEXT, Cause, Order, Result
-from moeserve.rebalance_plan import Answer
+from moeserve.rebalancing.plan import Answer
 
 
 @dataclass
