@@ -16,8 +16,8 @@ from moeserve.cache import BlockCache
 from moeserve.engine import Engine
 from moeserve.errors import EngineFailed, NotReady
 from moeserve.plan import StepPlan
-from moeserve.request import FinishReason, Request, SamplingParams
 from moeserve.recorder import StepRecorder
+from moeserve.request import FinishReason, Request, SamplingParams
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.toy_model import ToyConfig, ToyModel
