@@ -11,9 +11,10 @@ The contract with whoever starts it (launch):
   Loading..., Ready. When all are Ready: `announce("ready", "http://HOST:PORT")`. HTTP is served
   from the start; /health says what is loading.
 - Wrong settings (no tokenizer, port taken) raise ConfigError before any announce.
-- SIGTERM or SIGINT drains: new requests get 503, running ones get `server.drain_seconds`, then Stop
-  goes to every rank and the function returns when all said Stopped (or after STOP_SECONDS). A
-  second signal cuts the draining short. It returns normally: exit code 0.
+- SIGTERM or SIGINT drains: new requests get 503, running ones, and answers that are not written out
+  yet because their clients read slowly, get `server.drain_seconds`, then Stop goes to every rank
+  and the function returns when all said Stopped (or after STOP_SECONDS). A second signal cuts the
+  draining short. It returns normally: exit code 0.
 - A rank whose connection is lost, that says Fatal or whose host stays silent for
   `server.rank_timeout` ends the job: every running request ends with an error, the other ranks are
   told to stop, `announce("failed", message)` is called and RankDied (exit code 3, names the rank)
@@ -41,8 +42,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -60,6 +63,7 @@ STOP_SECONDS = 10.0  # how long ranks may take to say Stopped
 # How long open connections may take to close after the last answer; after the death of a rank,
 # when the whole job has to end soon.
 _CLOSE_SECONDS, _CLOSE_AT_DEATH_SECONDS = 2, 1
+_LOOK_AGAIN = 0.02  # seconds between looks at what clients have read: nothing tells
 
 Announce = Callable[[str, str], None]
 
@@ -153,12 +157,13 @@ class _FrontEnd:
             await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             if client.failed is None:
-                await self._drain(client)
+                await self._drain(client, server)
             else:
                 await client.stop(0)
         finally:
-            if client.failed is not None:
-                server.config.timeout_graceful_shutdown = _CLOSE_AT_DEATH_SECONDS
+            patience = _CLOSE_SECONDS if client.failed is None else _CLOSE_AT_DEATH_SECONDS
+            server.config.timeout_graceful_shutdown = patience
+            await self._let_go(server, service, patience)
             server.should_exit = True
             await serving
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -166,27 +171,48 @@ class _FrontEnd:
         if client.failed is not None:
             raise client.failed
 
-    async def _drain(self, client: EngineClient) -> None:
+    async def _drain(self, client: EngineClient, server: Server) -> None:
         seconds = self._config.server.drain_seconds
+        unread = len(server.owing())
         if client.num_in_flight:
             log.warning(
                 "stopping: %d requests may run on for up to %g s (a second signal cuts them off)",
                 client.num_in_flight,
                 seconds,
             )
-        draining = asyncio.create_task(client.drain(seconds))
+        elif unread:
+            log.warning("stopping: %d answers may be read for up to %g s more", unread, seconds)
+        draining = asyncio.create_task(self._drained(client, server, seconds))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not draining.done():
             draining.cancel()
             if client.failed is None:
-                log.warning(
-                    "stopped hard by a second signal: %d requests are cut off", client.num_in_flight
-                )
+                cut = max(client.num_in_flight, len(server.owing()))
+                log.warning("stopped hard by a second signal: %d requests are cut off", cut)
             client.cut("the server was stopped before this request had ended")
         if client.failed is None and not await client.stop(STOP_SECONDS):
             log.warning("not every rank said that it stopped within %g s", STOP_SECONDS)
+
+    async def _drained(self, client: EngineClient, server: Server, seconds: float) -> None:
+        """Return when every request has ended and every answer is written out, or after so long."""
+        deadline = time.monotonic() + seconds
+        await client.drain(seconds)
+        await _nothing_owed(server, deadline)
+
+    async def _let_go(self, server: Server, service: Service, seconds: float) -> None:
+        """End what is still open: streams say so if their clients read on, then connections close.
+        uvicorn would cancel them with a traceback each."""
+        if not server.owing():
+            return
+        service.stopped = True
+        await _nothing_owed(server, time.monotonic() + seconds)
+        late = server.owing()
+        for connection in late:
+            connection.transport.abort()
+        if late:
+            log.warning("%d answers were not read in time", len(late))
 
     def _on_signal(self, client: EngineClient) -> None:
         if self._ending.is_set():
@@ -208,6 +234,23 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def owing(self) -> list[Any]:
+        """Connections (uvicorn's) whose answer is not handed to the kernel yet."""
+        return [x for x in self.server_state.connections if _owes(x)]
+
+
+def _owes(connection: Any) -> bool:
+    cycle = connection.cycle
+    if cycle is not None and not cycle.response_complete:
+        # Who has not sent all of a body yet waits for nothing.
+        return bool(cycle.response_started or not cycle.more_body)
+    return connection.transport is not None and connection.transport.get_write_buffer_size() > 0
+
+
+async def _nothing_owed(server: Server, deadline: float) -> None:
+    while server.owing() and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_AGAIN)
 
 
 def listen(host: str, port: int) -> socket.socket:

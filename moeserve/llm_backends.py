@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
@@ -28,12 +29,20 @@ from moeserve.lifeline import LIFELINE
 from moeserve.load_desk import RecordingConflict, check_recording
 from moeserve.nameless import NamelessFile
 from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.wire import RankStats
 
 if TYPE_CHECKING:
     from moeserve.build import Progress
 
 Deliver = Callable[[TokenOutput], bool]
 STOP_SECONDS = 10.0
+# How long ranks may take from their start until they load weights (import torch, find each other).
+MEETING_SECONDS = 600.0
+FRESH_SECONDS = 5.0  # how long ranks may take to report after their last output
+_LOOK_AGAIN = 0.005
+_MEETING = ("absent", "starting", "rendezvous")  # stages before a rank works on its own
+
+log = logging.getLogger("moeserve.llm")
 
 
 class Backend(Protocol):
@@ -171,6 +180,7 @@ class RanksBackend:
             env=_environment(),
         )
         ready = asyncio.ensure_future(client.wait_ready())
+        deadline = time.monotonic() + MEETING_SECONDS
         while not ready.done():
             await asyncio.wait([ready], timeout=0.1)
             code = self._process.poll()
@@ -184,6 +194,14 @@ class RanksBackend:
                 raise EngineFailed(
                     f"the ranks ended with exit code {code} while starting"
                     + (f": {said[0]}" if said else " (their messages are on stderr)")
+                )
+            late = [x for x in client.fleet.ranks if x.stage in _MEETING]
+            if late and time.monotonic() > deadline and not ready.done():
+                ready.cancel()
+                raise EngineFailed(
+                    f"the ranks have not met within {MEETING_SECONDS:g} s: "
+                    + ", ".join(f"rank {x.rank} is {x.stage}" for x in late[:8])
+                    + (f" and {len(late) - 8} more" if len(late) > 8 else "")
                 )
         try:
             ready.result()
@@ -215,20 +233,36 @@ class RanksBackend:
         if not requests:
             return
         stream = self._client.open(requests)
+        before = [x.stats for x in self._client.fleet.ranks]
+        ran = False
         try:
             while outputs := await stream.get():
                 for output in outputs:
+                    ran |= output.finish_reason is not FinishReason.ERROR
                     if not deliver(output) and output.finish_reason is None:
                         stream.abort(output.request_id, FinishReason.STOP)
         finally:
             stream.abort()
         if self._client.failed is not None:
             raise self._client.failed
+        if ran:
+            await self._hear_stats(self._client, before)
 
     def stats(self) -> list[Any]:
         assert self._client is not None
         self._runner.run(asyncio.sleep(0))
         return [r.stats for r in self._client.fleet.ranks if r.stats is not None]
+
+    async def _hear_stats(self, client: EngineClient, before: Sequence[RankStats | None]) -> None:
+        """Wait for what the ranks say once they are idle, so that `stats` counts all requests."""
+        deadline = time.monotonic() + FRESH_SECONDS
+        while not _is_fresh(before, [x.stats for x in client.fleet.ranks]):
+            if client.failed is not None:
+                raise client.failed
+            if time.monotonic() > deadline:
+                log.warning("stats are older than the last output: not all ranks have reported")
+                return
+            await asyncio.sleep(_LOOK_AGAIN)
 
     def info(self) -> list[dict[str, object]]:
         assert self._client is not None
@@ -262,6 +296,17 @@ class RanksBackend:
         if client is not None:
             self._runner.run(_close(client))
         self._runner.close()
+
+
+def _is_fresh(before: Sequence[RankStats | None], now: Sequence[RankStats | None]) -> bool:
+    """Whether all ranks have gone on since, none has work, and all have come equally far: idle is
+    what they fall together, each with a report. (A step that failed on one is counted by others.)
+    """
+    if any(x is None or x.num_waiting or x.num_running for x in now):
+        return False
+    steps = [x.step for x in now if x is not None]
+    further = [x - (0 if old is None else old.step) for x, old in zip(steps, before, strict=True)]
+    return min(further) > 0 and (len(set(steps)) == 1 or len(set(further)) == 1)
 
 
 async def _close(client: EngineClient) -> None:

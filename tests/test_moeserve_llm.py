@@ -121,6 +121,8 @@ def test_what_cannot_be_served_is_said_before_anything_runs(llm: LLM) -> None:
         with pytest.raises(InvalidRequest) as caught:
             llm.generate(prompts, params)  # type: ignore[arg-type]
         assert caught.value.field == field
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\].*256 tokens"):
+        llm.generate([[5], list(range(3, 259)), [5]], GREEDY)
     assert llm.stats()[0].step == steps
     assert len(llm.generate("fine", GREEDY)[0].token_ids) == 12
 

@@ -1,6 +1,7 @@
 """Where an LLM over several ranks may start its processes: once, from the script that is run.
 
-Nothing is started here; over ranks: tests/dist/test_llm_dist.py.
+And what it makes of ranks' reports. No rank is started here; over ranks:
+tests/dist/test_llm_dist.py.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from moeserve import llm_backends
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, EngineFailed
 from moeserve.llm import LLM
+from moeserve.llm_backends import _is_fresh
+from moeserve.wire import RankStats
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,3 +84,35 @@ def test_under_torchrun_no_rank_starts_ranks(
     monkeypatch.setattr(llm_backends.subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(ConfigError, match=f"parallel.ep=2: .*{name} is set: run .* without torchr"):
         LLM(random_checkpoint, ep=2)
+
+
+def _stats(step: int, running: int = 0) -> RankStats:
+    counts = dict.fromkeys(RankStats.__struct_fields__[1:18], 0)
+    return RankStats(**{"rank": 0, **counts, "step": step, "num_running": running})
+
+
+def test_reports_are_fresh_when_all_ranks_fell_idle_at_the_same_step() -> None:
+    old = _stats(7)
+    assert _is_fresh([None, None], [_stats(3), _stats(3)])
+    assert _is_fresh([old, old], [_stats(9), _stats(9)])
+    assert _is_fresh([_stats(6), old], [_stats(9), _stats(10)])  # a step had failed on one before
+    assert not _is_fresh([None, None], [_stats(3), None])
+    assert not _is_fresh([old, old], [_stats(7), _stats(7)])  # said before the requests came
+    assert not _is_fresh([old, old], [_stats(9), _stats(7)])
+    assert not _is_fresh([old, old], [_stats(9), _stats(8)])  # this one had ended early
+    assert not _is_fresh([old, old], [_stats(9, running=1), _stats(9)])
+
+
+def test_ranks_that_never_meet_end_the_start(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def hanging(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", "input()"], **more)
+
+    monkeypatch.setattr(subprocess, "Popen", hanging)
+    monkeypatch.setattr(llm_backends, "MEETING_SECONDS", 0.2)
+    with pytest.raises(EngineFailed, match=r"not met within 0.2 s: rank 0 is absent, rank 1"):
+        LLM(random_checkpoint, ep=2)
+    assert not psutil.Process().children(recursive=True)

@@ -24,7 +24,7 @@ from moeserve.errors import MoeserveError
 from moeserve.server import status
 from moeserve.server.chat_completions import ChatWriter
 from moeserve.server.completions import CompletionWriter
-from moeserve.server.errors import answer_for, error_answer
+from moeserve.server.errors import answer_for, error_answer, error_body
 from moeserve.server.experts import add_experts
 from moeserve.server.fields import (
     AnyBody,
@@ -36,7 +36,14 @@ from moeserve.server.fields import (
 from moeserve.server.keys import KeyCheck
 from moeserve.server.parse import parse
 from moeserve.server.service import Job, Service
-from moeserve.server.sse import EventStream, JsonBytes, read_body, unless_client_leaves
+from moeserve.server.sse import (
+    DONE,
+    EventStream,
+    JsonBytes,
+    event,
+    read_body,
+    unless_client_leaves,
+)
 
 log = logging.getLogger("moeserve.server")
 
@@ -92,19 +99,25 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
+    def cut() -> bytes | None:
+        if not service.stopped:
+            return None
+        message = "the server stopped before this answer was read"
+        return event(error_body(message, "server_error", None, "engine_error")) + DONE
+
     async def generate(
         request: HttpRequest, job: Job, writer: ChatWriter | CompletionWriter, stream: bool
     ) -> Response:
         outputs = service.client.open(job.requests)
         headers = {"x-request-id": job.id}
         if stream:
-            return EventStream(writer.events(outputs), outputs.abort, headers)
+            return EventStream(writer.events(outputs), outputs.abort, headers, cut)
         answer = await unless_client_leaves(request, writer.answer(outputs))
         if answer is None:
             return Response(status_code=499)  # nobody is there to read it
         return JsonBytes(answer, headers=headers)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions", summary="Continue a text", openapi_extra=_schema(CompletionBody))
     async def completions(request: HttpRequest) -> Response:
         """Continue prompts (text or token ids); stream=true sends events."""
         body = await _body(service, request, CompletionBody)
@@ -112,7 +125,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         job = await service.completion_job(body)
         return await generate(request, job, CompletionWriter(service, body, job), body.stream)
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post(
+        "/v1/chat/completions", summary="Answer a conversation", openapi_extra=_schema(ChatBody)
+    )
     async def chat_completions(request: HttpRequest) -> Response:
         """Answer a conversation, tool calls and reasoning apart; stream=true sends events."""
         body = await _body(service, request, ChatBody)
@@ -122,7 +137,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize", summary="Text to token ids", openapi_extra=_schema(TokenizeBody))
     async def tokenize(request: HttpRequest) -> Response:
         """Token ids of a prompt, or of messages as chat would render them."""
         body = await _body(service, request, TokenizeBody)
@@ -137,7 +152,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         limit = fleet.max_model_len() if fleet.all_ready else None
         return JsonBytes({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    @app.post("/detokenize", summary="Token ids to text", openapi_extra=_schema(DetokenizeBody))
     async def detokenize(request: HttpRequest) -> Response:
         """Text of token ids."""
         body = await _body(service, request, DetokenizeBody)
@@ -147,60 +162,60 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
+    @app.get("/v1/models", summary="List the served model")
     async def models() -> Response:
         """The model that is served, with its max_model_len."""
         return JsonBytes({"object": "list", "data": [status.model_card(service)]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", summary="Describe the served model")
     async def model(name: str) -> Response:
         """The same, if it has this name; else 404."""
         service.check_model(name)
         return JsonBytes(status.model_card(service))
 
-    @app.get("/health")
+    @app.get("/health", summary="State of the job and its ranks")
     async def health() -> Response:
         """All that is known of the ranks; 200 when requests are taken, else 503 with the reason."""
         report = status.health(service)
         return JsonBytes(report, status_code=200 if report["ready"] else 503)
 
-    @app.get("/health/ready")
+    @app.get("/health/ready", summary="Are requests taken?")
     async def ready() -> Response:
         """Whether requests are taken: 200 or 503."""
         report = status.health(service)
         answer = {x: report[x] for x in ("status", "ready", "reason")}
         return JsonBytes(answer, status_code=200 if report["ready"] else 503)
 
-    @app.get("/health/live")
+    @app.get("/health/live", summary="Can the job still serve?")
     async def live() -> Response:
         """Whether the job can still serve: 200, or 503 when it failed or stalls."""
         report = status.health(service)
         answer = {x: report[x] for x in ("status", "live", "reason")}
         return JsonBytes(answer, status_code=200 if report["live"] else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> Response:
         """Prometheus' text form."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/experts")
+    @app.get("/v1/experts", summary="Tokens of each expert since start")
     async def experts() -> Response:
         """Tokens routed to each expert of each layer since start, and the balance."""
         return JsonBytes(status.experts(service))
 
-    @app.get("/debug/state")
+    @app.get("/debug/state", summary="All that is known of the ranks")
     async def state() -> Response:
         """Everything known of the ranks, for people; programs should read the other routes."""
         return JsonBytes(status.state(service))
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", summary="Drop the prefix cache")
     async def reset_prefix_cache() -> Response:
         """Drop every cached block that no sequence holds."""
         service.client.check_ready()
         service.client.reset_prefix_cache()
         return JsonBytes({"reset": True})
 
-    @app.get("/version")
+    @app.get("/version", summary="Version of the server")
     async def version() -> Response:
         """The version of moeserve."""
         return JsonBytes({"version": _version()})
@@ -209,8 +224,9 @@ def _add_status(app: FastAPI, service: Service) -> None:
         file = importlib.resources.files("moeserve.server") / name
         return HTMLResponse(file.read_text(encoding="utf-8"))
 
-    @app.get("/", include_in_schema=False)
+    @app.get("/", summary="Page to talk to the model", response_class=HTMLResponse)
     async def talk() -> Response:
+        """A page, for a browser, to talk to the model and watch its experts."""
         return page("page.html")
 
     # Not FastAPI's own: that one loads its scripts from elsewhere, and clusters have no network.

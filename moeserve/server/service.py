@@ -126,6 +126,7 @@ class Service:
                 "pieces of a prompt apart"
             )
         self._told_strict = False
+        self.stopped = False  # the server ends: answers that are still being sent are cut
         self.model_name = config.model.served_name or folder.resolve().name
         self.started = time.time()
 

@@ -38,7 +38,8 @@ class JsonBytes(Response):
 class EventStream(Response):
     """Sends what `events` yields; calls `left` at once when the client goes, and at the end.
 
-    `left` must make `events` end soon and be harmless after it ended.
+    `left` must make `events` end soon and be harmless after it ended. cut: the last event of a
+    stream that has to end while its client is still reading; None as long as it has not to.
     """
 
     media_type = "text/event-stream"
@@ -48,6 +49,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         left: Callable[[], None],
         headers: dict[str, str] | None = None,
+        cut: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         super().__init__(
             status_code=200,
@@ -55,7 +57,7 @@ class EventStream(Response):
         )
         if "content-length" in self.headers:
             del self.headers["content-length"]
-        self._events, self._left = events, left
+        self._events, self._left, self._cut = events, left, cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_disconnected(receive, self._left))
@@ -68,7 +70,11 @@ class EventStream(Response):
                 }
             )
             async for chunk in self._events:
+                told = self._cut() is not None  # then the events say it themselves
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if not told and (last := self._cut()) is not None:
+                    await send({"type": "http.response.body", "body": last, "more_body": True})
+                    break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             watch.cancel()

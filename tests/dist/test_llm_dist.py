@@ -64,6 +64,15 @@ def test_two_ranks_give_what_one_process_gives(
         assert [info["ranks"] for info in llm.info()] == [2, 2]
         stats = llm.stats()
         assert len(stats) == 2 and all(s.output_tokens > 0 for s in stats)
+        before = sum(s.finished for s in stats)
+        assert before == 21  # all of them, and nothing is held
+        for count in (1, 3, 2):  # few or many, stopped by us or by themselves
+            more = llm.generate([[5, 6, 7]] * count, SamplingParams(max_tokens=9, stop=text[:1]))
+            before += len(more)
+            stats = llm.stats()
+            assert sum(s.finished for s in stats) == before
+            assert not any(s.num_running or s.num_waiting or s.num_used_blocks for s in stats)
+            assert len({s.step for s in stats}) == 1
         children = psutil.Process().children(recursive=True)
         assert len(children) >= 3  # launcher and ranks
     gone, alive = psutil.wait_procs(children, 10)

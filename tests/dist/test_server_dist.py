@@ -143,6 +143,88 @@ def test_draining_ends_even_if_requests_do_not(folder: Path, hurry: str) -> None
         assert ("stopped hard by a second signal: 1 request" in said) == (hurry == "second signal")
 
 
+# More than the kernel takes: 7 MB, whole or streamed.
+BIG = {"prompt": [5] * 9, "max_tokens": 480, "logprobs": 20}
+SEQUENCES = {True: 24, False: 72}
+
+
+@contextmanager
+def unread(url: str, ranks: list[FakeRank], stream: bool) -> Iterator[socket.socket]:
+    """A connection whose client reads nothing of its big answer; the ranks have done their part."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect((host, int(port)))
+        body = json.dumps(BIG | {"stream": stream, "n": SEQUENCES[stream]}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        sent = SEQUENCES[stream]
+        wait_for(lambda: sum(len(x.of_kind(wire.Submit)) for x in ranks) == sent)
+        wait_for(lambda: not any(x.running for x in ranks))
+        assert client.recv(1, socket.MSG_PEEK)  # it has begun
+        yield client
+
+
+def read_all(client: socket.socket) -> bytes:
+    parts = []
+    try:
+        while part := client.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_read_slowly_is_whole_in_spite_of_a_signal(
+    folder: Path, stream: bool
+) -> None:
+    with serving(folder) as (front_end, url, ranks), unread(url, ranks, stream) as client:
+        front_end.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "draining")
+        head, _, answer = read_all(client).partition(b"\r\n\r\n")
+        if stream:
+            assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and b'"error"' not in answer
+        else:
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            assert length == len(answer) > 6_000_000 and json.loads(answer)["usage"]
+        code, said = front_end.end()
+        assert code == 0 and "Traceback" not in said and "not read in time" not in said
+
+
+@pytest.mark.parametrize(("stream", "hurry"), [(True, False), (False, True)])
+def test_an_answer_that_nobody_reads_holds_no_server_and_that_is_told(
+    folder: Path, stream: bool, hurry: bool
+) -> None:
+    seconds = 60 if hurry else 0.3
+    with (
+        serving(folder, drain_seconds=seconds) as (front_end, url, ranks),
+        unread(url, ranks, stream) as client,
+    ):
+        front_end.process.send_signal(signal.SIGTERM)
+        if hurry:
+            wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "draining")
+            front_end.process.send_signal(signal.SIGTERM)
+        code, said = front_end.end()
+        assert code == 0 and said.count("1 answers were not read in time") == 1
+        assert "Traceback" not in said and "Exception in ASGI" not in said
+        assert not read_all(client).endswith(b"0\r\n\r\n")  # nobody takes it for whole
+
+
+def test_a_stream_that_is_read_again_too_late_says_that_it_is_cut(folder: Path) -> None:
+    with (
+        serving(folder, drain_seconds=0) as (front_end, url, ranks),
+        unread(url, ranks, True) as client,
+    ):
+        front_end.process.send_signal(signal.SIGTERM)
+        answer = read_all(client)
+        assert b"the server stopped before this answer was read" in answer[-400:]
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        code, said = front_end.end()
+        assert code == 0 and "Traceback" not in said
+
+
 def test_a_dead_rank_ends_the_job_and_is_named(folder: Path) -> None:
     with serving(folder) as (front_end, url, ranks):
         for rank in ranks:
