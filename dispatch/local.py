@@ -65,7 +65,9 @@ class LocalDispatcher:
     @staticmethod
     def probe(group: Any, config: DispatchConfig) -> Probe:
         if group.size != 1:
-            return Probe(False, f"needs exactly one rank, the group has {group.size}")
+            return Probe(
+                False, f"it sends nothing, which only one rank can do; here are {group.size}"
+            )
         return Probe(True, "one rank holds every expert; nothing travels")
 
     @staticmethod

@@ -20,7 +20,7 @@ from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
 from moeserve.errors import ConfigError
-from moeserve.words import counted
+from moeserve.terminal import counted
 
 if TYPE_CHECKING:
     from ep.group import EPGroup

@@ -16,7 +16,10 @@ import httpx
 
 from moeserve.errors import ConfigError, MoeserveError
 
-HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /help shows this, /quit or /exit (or Ctrl-D) leaves, "
+    "Ctrl-C stops an answer"
+)
 COMMANDS = ("/reset", "/help", "/quit", "/exit")
 _COMMAND = re.compile(r"/[A-Za-z]+")  # /etc/hosts or "/ 2" is a message
 

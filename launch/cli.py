@@ -19,7 +19,7 @@ from launch.settings import OFFLINE, SERVING, Given, with_settings
 
 EXIT_CODES = (
     "Exit codes: 0 done, or stopped as asked; 1 it failed; 2 wrong flags, settings or files; "
-    "3 a rank died; 130 Ctrl-C before it was done."
+    "3 a rank died, or the front end was killed; 130 Ctrl-C before it was done."
 )
 INTERRUPTED = 130
 PROMPTS, SAMPLING, ANSWER = "Prompts", "Sampling", "Answer"  # panels of `generate --help`
@@ -201,7 +201,7 @@ def chat(
         typer.Option(metavar="KEY", envvar="MOESERVE_API_KEY", help="If the server asks for one"),
     ] = None,
 ) -> None:
-    """Talk to a server. /reset forgets, /quit leaves, Ctrl-C stops an answer.
+    """Talk to a server. /reset forgets, /help helps, /quit or /exit leaves, Ctrl-C stops an answer.
 
     In a pipe each line of standard input is a message.
     """

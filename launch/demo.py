@@ -94,7 +94,13 @@ class Server:
     def _listen(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._console.print("  " + line.rstrip(), style="dim", markup=False, highlight=False)
+            self._console.print(
+                "  " + line.rstrip(),
+                style="dim",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,  # lines of a log: not broken here
+            )
             if line.startswith(READY):
                 self.url = line.removeprefix(READY).strip()
 
@@ -176,7 +182,7 @@ def _answer(console: Any, client: Any, model: str, ask: Ask) -> None:
     console.print(
         f"\n  {usage.completion_tokens} tokens, {rate:.0f} tokens/s, first after "
         f"{(first - began) * 1e3:.0f} ms; prompt {usage.prompt_tokens} tokens, "
-        f"{cached} of them from the prefix cache",
+        f"{cached} of them cached",
         style="green" if cached else "dim",
         highlight=False,
     )
@@ -248,7 +254,7 @@ def _show_experts(
     totals = [[sum(cell) for cell in zip(*rows, strict=True)] for rows in layers]
     used = [(f"layer {first + i}", row) for i, row in enumerate(totals) if sum(row)]
     console.print()
-    console.rule("tokens per expert (a column), by MoE layer; | between ranks")
+    console.rule("tokens per expert (a cell each), by MoE layer; | between ranks")
     console.print(heat_rows(used, ranks, console.width))
     middle = len(used) // 2
     console.print(f"\n{used[middle][0]} by kind of text: experts specialise")

@@ -20,7 +20,7 @@ from launch.experts.file import output_problems
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError, InvalidFields, InvalidRequest
-from moeserve.words import counted
+from moeserve.terminal import counted
 
 if TYPE_CHECKING:
     from moeserve.config import ServeConfig
@@ -86,7 +86,8 @@ def generate(given: Given, ask: Ask) -> None:
                 print(f"--- {prompt.strip()[:70]!r}\n{output.text}")
         print(flush=True)
         tokens = sum(len(o.token_ids) for o in outputs)
-        print(f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        if not config.engine.quiet:
+            print(f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     for output in outputs:
         if output.error is not None:
             print(f"moeserve: {output.error}", file=sys.stderr)
@@ -99,7 +100,7 @@ def _open(config: ServeConfig) -> LLM:
     from moeserve.llm import LLM
 
     checkpoint, ep = config.model.checkpoint, config.parallel.ep
-    progress = open_progress(ep == 1)
+    progress = open_progress(ep == 1 and not config.engine.quiet)
     try:
         return LLM(checkpoint, ep=ep, progress=progress.update, **flat_settings(config))
     finally:

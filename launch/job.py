@@ -24,8 +24,7 @@ from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
 from moeserve.errors import ConfigError
 from moeserve.nameless import NamelessFile
-from moeserve.terminal import say
-from moeserve.words import counted
+from moeserve.terminal import counted, say
 
 HURRY_SECONDS = 2.5  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died

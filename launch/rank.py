@@ -165,7 +165,7 @@ def build_and_show(
     from launch.progress import open_progress
     from moeserve.build import build_engine
 
-    screen = open_progress(shown=group.rank == 0)
+    screen = open_progress(shown=group.rank == 0 and not config.engine.quiet)
 
     def progress(stage: str, done: int, total: int) -> None:
         tell(stage, done, total)

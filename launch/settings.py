@@ -33,6 +33,7 @@ class Flag:
     help: str
     default: str = ""
     envvar: str | None = None  # read where the flag is not given
+    letter: str = ""  # its short form, such as -q
 
     @property
     def option(self) -> str:
@@ -91,6 +92,7 @@ FLAGS = (
     Flag("engine", "seed", "N", "Seed of requests that bring none", "0"),
     Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled", "60"),
     Flag("engine", "threads", "N", "Compute threads a rank", "cores / ranks here"),
+    Flag("engine", "quiet", "", "Say nothing of how it starts; errors only", "off", letter="-q"),
     Flag("rebalance", "enabled", "", "Move experts while serving, by itself", "off"),
     Flag("rebalance", "interval_steps", "N", "Steps between looks at the load", "2000"),
     Flag("rebalance", "threshold", "X", "Mean over busiest rank load that will do", "0.95"),
@@ -255,7 +257,7 @@ def with_settings(
                     f.field,
                     bool if f.switch else str,
                     typer.Option(
-                        f.declaration,
+                        *filter(None, (f.declaration, f.letter)),
                         help=f"{f.help} [dim]\\[default: {f.default}][/]" if f.default else f.help,
                         metavar=None if f.switch else f.metavar,
                         envvar=f.envvar,

@@ -100,7 +100,7 @@ def build_engine(
         )
     progress("warmup", 0, 0)
     _warm_up(engine)
-    if group.rank == 0:
+    if group.rank == 0 and not config.engine.quiet:
         for note in start.notes:
             say(note)
     return engine

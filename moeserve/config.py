@@ -97,6 +97,7 @@ class EngineSection(Section):
     seed: int = 0
     lockstep_timeout: float = Field(60.0, gt=0)  # seconds without progress before /health says so
     threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
+    quiet: bool = False  # say nothing of how the engine is put together
 
 
 class RebalanceSection(Section):

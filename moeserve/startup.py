@@ -32,7 +32,7 @@ from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
 from moeserve.placing import first_placement
 from moeserve.rebalancing.build import rebalance_problems
-from moeserve.words import counted
+from moeserve.terminal import counted
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).

@@ -18,6 +18,11 @@ def say(text: str) -> None:
     print(lines, end="", file=sys.stderr, flush=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, whose plural ends in -s: 1 thread, 2 threads, 0 threads."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class LineFormatter(logging.Formatter):
     """The style for log records. A traceback follows its line as it is."""
 

@@ -42,8 +42,29 @@ if ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
   fi
 fi
 
-say "packages (torch first: it is the large one)"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-pip install -q "$torch"
-pip install -q -e '.[test,dev]'
+# A stage of minutes: said before it, a dot every five seconds (where someone looks), its time after.
+stage() {
+  local text=$1 began=$SECONDS dots=
+  shift
+  say "$text ..."
+  if [ -t 2 ]; then
+    (while sleep 5; do printf . >&2; done) &
+    dots=$!
+  fi
+  local code=0
+  "$@" || code=$?
+  if [ -n "$dots" ]; then
+    kill "$dots"
+    wait "$dots" 2>/dev/null || true
+    [ $((SECONDS - began)) -lt 5 ] || printf '\n' >&2
+  fi
+  [ "$code" = 0 ] || return "$code"
+  say "  took $((SECONDS - began)) s"
+}
+
+say "three downloads; a few minutes with a quick network, most of it for the first"
+stage "1 of 3: torch, the large one" pip install -q "$torch"
+stage "2 of 3: what moeserve uses" pip install -q -e .
+stage "3 of 3: what tests and checks use" pip install -q -e '.[test,dev]'
 say "done"

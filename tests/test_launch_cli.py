@@ -108,11 +108,14 @@ def test_generate_wants_something_to_continue(folder, stdin):
 
 def test_unknown_flag_is_refused(folder):
     done = moeserve("serve", str(folder), "--blok-size", "4")
-    assert done.returncode == 2 and "--blok-size" in done.stderr
+    assert done.returncode == 2 and "--blok-size" in done.stderr and "--block-size" in done.stderr
 
 
 def test_server_flags_are_unknown_to_offline_commands(folder):
-    assert moeserve("generate", str(folder), "--port", "1").returncode == 2
+    done = moeserve("generate", str(folder), "--port", "1")
+    assert done.returncode == 2
+    assert "--port is a setting that `generate` does not use" in done.stderr
+    assert "--prompt" not in done.stderr, "which is not what was meant"
 
 
 def test_taken_port_is_refused_before_anything_starts(folder):

@@ -156,6 +156,7 @@ def test_metrics(http: httpx.Client, job: Rehearsal) -> None:
         'requests_total{finish_reason="length"}',
     ):
         assert f"moeserve_{name}" in text, name
+    assert "_created" not in text
     series = [x for x in text.splitlines() if x and not x.startswith("#")]
     assert len(series) < 250  # bounded, whatever the number of layers and experts
     assert len(series) == len({x.rpartition(" ")[0] for x in series})
@@ -168,10 +169,14 @@ def test_every_route_is_in_the_readme_and_says_what_it_does(http: httpx.Client) 
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     paths = http.get("/openapi.json").json()["paths"]
     assert len(paths) > 10
+    summaries: list[str] = []
     for path, methods in paths.items():
         for method, about in methods.items():
             assert about["description"], path
+            summaries.append(about["summary"])
             row = f"{method.upper()} {path.replace('{name}', 'NAME')}`"
             if path.startswith("/experts/"):
                 row = "`/experts/...`"  # as a family
             assert row in readme, f"README.md, HTTP routes: a row for {method} {path} is missing"
+    assert len(set(summaries)) == len(summaries), "each says what it is"
+    assert all(" " in x for x in summaries), "no function's name"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeserve.terminal import LineFormatter, log_to_terminal, say
+from moeserve.terminal import LineFormatter, counted, log_to_terminal, say
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,7 @@ def test_a_traceback_follows_its_line() -> None:
     record = logging.LogRecord("m", logging.ERROR, "f", 1, "it failed", None, info)
     lines = LineFormatter().format(record).splitlines()
     assert lines[0] == "moeserve: error: it failed" and lines[-1] == "KeyError: 'x'"
+
+
+def test_one_is_singular() -> None:
+    assert [counted(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]

@@ -1,10 +1,23 @@
-"""From a previous placement to the next: walk from the old table where that is enough, else the
-fresh one under other GPU numbers; under a cap on moved slots.
+"""What each layer of the next placement becomes: its old table with a few slots changed where that
+is good enough, else the fresh table; under a cap on moved slots.
 
-Knows: which layers can be walked (alone or node by node), and their goals. Knows nothing of: how
-fresh tables are made.
+Two ways lead from the previous table to a better one:
 
-Shape letters: L layers, E experts, G GPUs, k slots a GPU; of a block: B rows, F experts, H GPUs.
+- a *walk* (`ep.planning.refine`): a search that starts at the previous table and changes a slot or
+  swaps two at each step. A layer may stop after any step, so that a walk offers many tables, each
+  with its busiest GPU and the slots that had to move for it;
+- the *fresh* table (`ep.planning.fresh`), made from the loads alone, under the GPU numbers that
+  leave most experts where they are. It is better, and moves most slots.
+
+Each is a `Point` (`ep.planning.moves`): moved slots against the load of the busiest GPU. Among the
+points of a layer the cheapest that is good enough (`_good_enough`) is taken, as far as the cap
+allows.
+
+Knows: which layers can be walked (whole, or node by node where groups keep to nodes), and what is
+good enough. Knows nothing of: how fresh tables are made, how a walk finds its steps.
+
+Shape letters: L layers, E experts, G GPUs, k slots a GPU; of a block (layers that are walked in one
+search): B rows, F experts, H GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +36,10 @@ from ep.planning.relabel import hosts, moved_slots, relabel_gpus
 from ep.planning.replicate import FloatArray, IntArray, in_order_sum
 from ep.planning.shapes import BoolArray, Shape
 
-# A walk that moves more than this share of a layer's slots is compared with the fresh table.
+# A walk that is good enough but moves more than this share of a layer's slots is compared with the
+# fresh table all the same: that one may move fewer.
 _MANY = 0.15
+_ROUNDING = 1 + 1e-12  # of loads that are compared
 
 
 def settle(
@@ -36,60 +51,72 @@ def settle(
     slack: float,
     may_stay_free: bool,
 ) -> tuple[IntArray, BoolArray]:
-    """previous [L, G', k'] -> (table [L, G, k], which layers keep groups on nodes [L]): near enough
-    to the best (`_goal`), with few moved slots, at most cap in all. may_stay_free: a layer that
-    fresh groups, and the old table does not, may be walked as it is."""
+    """loads [L, E], previous [L, G', k'] -> (table [L, G, k], which layers keep groups on nodes
+    [L]).
+
+    cap: most moved slots of all layers; None: any number. slack: how far above the best a layer's
+    balance may stay, for fewer moves (0.01: 1 %). may_stay_free: a layer that `fresh` keeps on
+    nodes, and the old table does not, may be walked as it is.
+    """
     mean = in_order_sum(loads) / shape.num_live
-    goal = _goal(fresh, slack) * mean
+    enough = _good_enough(fresh, slack) * mean  # [L] load of the busiest GPU
     before = hosts(previous, shape.num_gpus, shape.num_experts)
     walks = [
-        (layers, walk(block, loads, start, before, goal[block.layer]))
-        for layers, block, start in _starts(loads, shape, fresh, previous, may_stay_free)
+        walk(block, loads, start, before, enough[block.layer])
+        for block, start in _starts(loads, shape, fresh, previous, may_stay_free)
     ]
-    rows: list[list[tuple[Walk, int]]] = [[] for _ in loads]
-    for _, one in walks:
+    # Of each layer: the walks that make it up (one, or one a node), and its row in each.
+    walked: list[list[tuple[Walk, int]]] = [[] for _ in loads]
+    for one in walks:
         for row, layer in enumerate(one.block.layer):
-            rows[layer].append((one, row))
-    points = [points_of_layer(of_layer) if of_layer else [] for of_layer in rows]
+            walked[layer].append((one, row))
+    points = [points_of_layer(of_layer) if of_layer else [] for of_layer in walked]
+
     many = _MANY * shape.num_live * fresh.slots
-    unmet = np.array(
+    wants_fresh = np.array(
         [
-            not any(p.busiest <= g * (1 + 1e-12) and p.moved <= m for p in layer)
-            for layer, g, m in zip(points, goal, many, strict=True)
+            not any(p.busiest <= good * _ROUNDING and p.moved <= most for p in of_layer)
+            for of_layer, good, most in zip(points, enough, many, strict=True)
         ]
     )
     table = fresh.table.copy()
-    table[unmet] = _renumbered(fresh, shape, before, unmet)
+    table[wants_fresh] = _renumbered(fresh, shape, before, wants_fresh)
     busiest = gpu_loads(loads, table).max(axis=1)
     moved = moved_slots(table, before)
-    for layer in np.flatnonzero(unmet):
+    for layer in np.flatnonzero(wants_fresh):
         points[layer].append(Point(int(moved[layer]), float(busiest[layer]), None))
-    chosen = choose(points, goal, cap)
+
+    chosen = choose(points, enough, cap)
     grouped = fresh.grouped.copy()
-    ends: dict[int, IntArray] = {}
+    steps_taken: dict[int, IntArray] = {}  # by id of the walk: [B] steps of each row
     for layer, point in enumerate(chosen):
         if point.steps is not None:
             table[layer] = -1
-            grouped[layer] &= len(rows[layer][0][0].block.gpus[0]) < shape.num_live
-            stops(point, rows[layer], ends)
-    for _, one in walks:
-        if id(one) not in ends:
+            one, _ = walked[layer][0]
+            grouped[layer] &= len(one.block.gpus[0]) < shape.num_live  # walked node by node
+            stops(point, walked[layer], steps_taken)
+    for one in walks:
+        if id(one) not in steps_taken:
             continue
-        made = one.table(ends[id(one)])
+        made = one.table(steps_taken[id(one)])
         for row, layer in enumerate(one.block.layer):
             if chosen[layer].steps is not None:
                 one.block.take([row]).write(made[row : row + 1], table)
     return table, grouped
 
 
-def _goal(fresh: Fresh, slack: float) -> FloatArray:
-    """[L]: the balance at which a layer needs no more moves. Slack above the bound where the fresh
-    table is within it, else above the fresh table; but no further above the EPLB-equivalent than
-    leaves the mean of the layers within EPLB_MARGIN of its mean."""
-    near = np.where(fresh.balance <= fresh.bound + slack, fresh.bound, fresh.balance) + slack
-    excess = np.maximum(fresh.balance - fresh.floor, 0.0)
-    room = max(EPLB_MARGIN - float(in_order_sum(excess)) / len(excess), 0.0)
-    return np.maximum(fresh.balance, np.minimum(near, fresh.floor + room))
+def _good_enough(fresh: Fresh, slack: float) -> FloatArray:
+    """[L]: the balance (busiest GPU over mean) at which a layer needs no more moves.
+
+    Slack above the bound (what no table can be below) where the fresh table is itself that near;
+    else slack above the fresh table. But never so far above the EPLB-equivalent (`fresh.floor`)
+    that the mean over layers would exceed its mean by more than EPLB_MARGIN: fewer moves are no
+    reason to be worse than EPLB. And never below the fresh table, which is what can be had.
+    """
+    best = np.where(fresh.balance <= fresh.bound + slack, fresh.bound, fresh.balance)
+    already_above = np.maximum(fresh.balance - fresh.floor, 0.0)
+    room = max(EPLB_MARGIN - float(in_order_sum(already_above)) / len(already_above), 0.0)
+    return np.maximum(fresh.balance, np.minimum(best + slack, fresh.floor + room))
 
 
 def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray) -> IntArray:
@@ -107,14 +134,15 @@ def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray
 
 def _starts(
     loads: FloatArray, shape: Shape, fresh: Fresh, previous: IntArray, may_stay_free: bool
-) -> list[tuple[IntArray, Block, IntArray]]:
-    """(layers, block, start [B, H, k] in the block's experts): where walks may begin. Layers of
-    equal slots and group policy together; grouped ones only where the old table keeps groups."""
+) -> list[tuple[Block, IntArray]]:
+    """(block, start [B, H, k] in the block's experts): where walks begin. Layers with as many slots
+    and the same group policy are one search; those that keep groups on nodes can be walked (a block
+    a node) only where the old table keeps them too."""
     out = []
     for slots in np.unique(fresh.slots):
         free = np.flatnonzero((fresh.slots == slots) & ~fresh.grouped)
         grouped = np.flatnonzero((fresh.slots == slots) & fresh.grouped)
-        parts: list[tuple[IntArray, list[Block]]] = []
+        parts: list[tuple[IntArray, list[Block]]] = []  # layers, and blocks whose layers index them
         if len(grouped):
             nodes, whole = nodes_of_groups(previous[grouped], shape, int(slots))
             if whole.any():
@@ -126,14 +154,15 @@ def _starts(
         for layers, blocks in parts:
             for block in blocks:
                 block = replace(block, layer=layers[block.layer])
-                start = _start(loads, block, previous, int(slots))
-                out.append((layers, block, start))
+                out.append((block, _start(loads, block, previous, int(slots))))
     return out
 
 
 def _start(loads: FloatArray, block: Block, previous: IntArray, slots: int) -> IntArray:
+    """[B, H, k] in the block's experts: what its GPUs hosted before, and a slot for each expert."""
     room = min(slots, block.experts.shape[1])
     experts = previous.max() + 1
+    # [B, E + 1] number of an expert within the block; -1: it belongs to another block
     local = np.full((len(block.layer), experts + 1), -1, dtype=np.int64)
     rows = np.arange(len(block.layer))
     local[rows[:, None], block.experts] = np.arange(block.experts.shape[1])

@@ -77,8 +77,8 @@ class TensorReader:
             )
         if self._unaligned:
             notes.append(
-                f"{len(self._unaligned)} FP8 weights are dequantised, since scales change within a "
-                f"panel of their rows: {min(self._unaligned)}, ..."
+                f"{len(self._unaligned)} FP8 weights are dequantised while loading: rows that the "
+                f"kernels read together have different scales in them ({min(self._unaligned)}, ...)"
             )
         return notes
 

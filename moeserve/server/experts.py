@@ -51,7 +51,7 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
         """A body that may be left out."""
         return await read_body(service, request, kind) if await _has_body(request) else kind()
 
-    @app.get("/experts/load")
+    @app.get("/experts/load", summary="Load of experts, by layer and phase")
     async def load(layer: str | None = None) -> Response:
         """Tokens that chose each expert, since start and of the last steps, by phase.
 
@@ -60,12 +60,16 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
         rows = _rows(service, layer)
         return JsonBytes(load_report(service, await desk.load(), rows))
 
-    @app.get("/experts/recording")
+    @app.get("/experts/recording", summary="State of the recording")
     async def recording() -> Response:
         """Whether a recording runs, and how long it is."""
         return JsonBytes(desk.state())
 
-    @app.post("/experts/recording/start", openapi_extra=schema(StartBody))
+    @app.post(
+        "/experts/recording/start",
+        summary="Start recording expert load",
+        openapi_extra=schema(StartBody),
+    )
     async def start(request: HttpRequest) -> Response:
         """Begin to record, at the next step that all ranks agree on."""
         service.client.check_ready()
@@ -89,7 +93,7 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
             headers={"content-disposition": f'attachment; filename="{name}"'},
         )
 
-    app.post("/experts/recording/stop")(stop)
+    app.post("/experts/recording/stop", summary="Stop recording, and get it")(stop)
     app.get("/experts/recording/stop", include_in_schema=False)(stop)
     add_rebalance(app, service, optional, _rows, _layers, schema)
 

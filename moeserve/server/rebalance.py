@@ -148,7 +148,7 @@ def add_rebalance(
     """read_body(request, kind) -> a checked body, an empty one where none was sent."""
     wishes = Wishes(service.client.rebalancing)
 
-    @app.get("/experts/placement")
+    @app.get("/experts/placement", summary="Which expert lives in which slot")
     async def placement(layer: str | None = None) -> Response:
         """Which slot holds which expert, now; replicas, ranks, bytes of an expert.
 
@@ -156,13 +156,17 @@ def add_rebalance(
         service.client.check_ready()
         return JsonBytes(placement_report(service, layers_of(service), rows_of(service, layer)))
 
-    @app.get("/experts/rebalance")
+    @app.get("/experts/rebalance", summary="State of moving experts, and past moves")
     async def state() -> Response:
         """How far a rebalance is, and what came of the last wishes (the newest first)."""
         desk = service.client.rebalancing.state()
         return JsonBytes({"movable": desk is not None, "state": desk, "wishes": wishes.reports()})
 
-    @app.post("/experts/rebalance", openapi_extra=schema(RebalanceBody))
+    @app.post(
+        "/experts/rebalance",
+        summary="Move experts between ranks",
+        openapi_extra=schema(RebalanceBody),
+    )
     async def rebalance(request: HttpRequest) -> Response:
         """Plan on the load of the last steps and move experts; or to the placement that is given.
 

@@ -277,7 +277,7 @@ class Rehearsal:
             uvicorn.Config(
                 create_app(self.service),
                 lifespan="off",
-                log_level="warning",
+                log_config=None,  # as the front end has it; its own would change all loggers
                 timeout_graceful_shutdown=1,
             )
         )
