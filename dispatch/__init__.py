@@ -15,6 +15,7 @@ from dispatch.base import DispatchConfig, Dispatcher, DispatchError, Probe
 _BACKENDS = {
     "local": ("dispatch.local", "LocalDispatcher"),
     "torch": ("dispatch.collective", "CollectiveDispatcher"),
+    "allgather": ("dispatch.allgather", "AllGatherDispatcher"),
 }
 
 

@@ -1,0 +1,294 @@
+"""AllGatherDispatcher (`allgather`): every token goes to every rank; results come home summed up.
+
+The simplest way over many nodes, and one of fixed shapes: no rank needs to know who wants which
+token. It sends more than `torch` wherever a token's experts lie on fewer ranks than there are, so
+"auto" never takes it.
+
+The collectives of a layer are the same on every rank whatever its work: counts (one int64, only
+where no bound of tokens was agreed for the step), tokens with their slots and weights in blocks
+padded to the bound, combine. A rank that refuses its arguments says so in place of its count (-1),
+so that all ranks stop at the same layer.
+
+Combine is a reduce-scatter of a buffer with a place for everything that could come home, zero but
+where this rank computed. PAIRS has a place for each (token, k): one rank alone writes it (law 2),
+the rest add zeros, which changes no number, so results are bitwise those of `torch`. SUMMED has one
+for each token: ranks add up in the dtype of the wire, each addition rounded once.
+
+Bytes that leave this rank in a layer, by a ring, B the bound (or the largest T), w bytes a value:
+
+    counts 8 * (R - 1)  +  tokens (R - 1) * (B + 1) * row_bytes  +  combine (R - 1) * B * n * D * w
+    row_bytes = pad4(D * w) + 4 * K + pad4(2 * K)    n = K (PAIRS) or 1 (SUMMED)
+
+Knows: process groups, blocks, what is in flight. Knows nothing of what experts compute.
+
+Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, B bound, N received rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dispatch import combine
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    DispatchError,
+    DispatchStats,
+    Handle,
+    Layout,
+    PeerError,
+    Probe,
+    Received,
+)
+from dispatch.combine import CombinePairs
+from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
+from dispatch.permute import to_row_major
+from dispatch.route import count_picks
+from dispatch.wire import REFUSED, PaddedBlocks, RowFormat
+from ep.group import EPGroup
+
+
+@dataclass(eq=False)
+class _Flight(TokenHandle):
+    """A layer on its way. Buffers live here until the work that reads or writes them is waited."""
+
+    bound: int = 0
+    block: Tensor | None = None  # uint8 [B + 1, row_bytes], this rank's
+    blocks: Tensor | None = None  # uint8 [R * (B + 1), row_bytes], everybody's
+    work: dist.Work | None = None
+    picks: Tensor | None = None  # [T, K] physical slots, as given
+    places: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] int64 in 0..R * B - 1
+    result: Tensor | None = None  # [B * n, D]
+
+
+class AllGatherDispatcher:
+    """combine_pairs: `Kernels.combine_pairs`; None means plain torch."""
+
+    name = "allgather"
+
+    def __init__(
+        self,
+        group: EPGroup,
+        config: DispatchConfig,
+        *,
+        combine_form: CombineForm | None = None,
+        combine_pairs: CombinePairs | None = None,
+    ) -> None:
+        answer = self.probe(group, config)
+        if not answer.ok:
+            raise DispatchError(f"dispatcher 'allgather': {answer.reason}")
+        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        self.group = group
+        self.config = config
+        self.combine_form = default if combine_form is None else combine_form
+        self.num_local_experts = config.num_physical_experts // group.size
+        self.row_format = _row_format(config)
+        self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
+        self._combine = combine_pairs or combine.combine_pairs
+        self._bound: int | None = None
+        self._closed = False
+
+    @staticmethod
+    def probe(group: EPGroup, config: DispatchConfig) -> Probe:
+        if group.size == 1 or group.device_group is None:
+            return Probe(False, "needs two ranks or more; one rank has no process group")
+        if config.num_physical_experts % group.size:
+            return Probe(
+                False,
+                f"num_physical_experts={config.num_physical_experts} does not divide by "
+                f"{group.size} ranks",
+            )
+        backend = dist.get_backend(group.device_group)
+        return Probe(True, f"all-gather and reduce-scatter over {backend}, {group.size} ranks")
+
+    @staticmethod
+    def plan(group: EPGroup, config: DispatchConfig) -> int:
+        """Buffers of one layer in flight, at max_tokens_per_rank on every rank: they are made for
+        each layer and freed when it has come home, but grow with ranks and top-k."""
+        blocks = PaddedBlocks(_row_format(config), group.size, config.max_tokens_per_rank)
+        width = config.top_k if config.deterministic else 1
+        results = group.size * config.max_tokens_per_rank * width * config.hidden_size
+        return blocks.nbytes + results * config.dtype.itemsize
+
+    # -- there -----------------------------------------------------------------------------
+
+    def set_step_bound(self, max_tokens: int | None) -> None:
+        self._bound = max_tokens
+
+    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+        if self._closed:
+            raise DispatchError("dispatcher 'allgather' is closed")
+        # What no rank may exceed needs no room.
+        most = self.config.max_tokens_per_rank
+        bound = None if self._bound is None else min(self._bound, most)
+        try:
+            check_inputs(self.config, x, slots, weights)
+            check_slots(self.config, slots)
+            if bound is not None and x.shape[0] > bound:
+                raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {bound}")
+        except DispatchError:
+            self._refuse(bound, x.device)
+            raise
+        if bound is None:
+            counts = self._exchange_counts(x.shape[0], x.device)
+            _stop_if_refused(counts)
+            bound = max(counts)
+        flight = _Flight(self, x, slots, weights, bound=bound, picks=slots)
+        flight.block = self._pack(bound, x, slots, weights)
+        self._gather(flight)
+        self.stats.calls += 1
+        self.stats.rows_sent_to_rank = [x.shape[0]] * self.group.size
+        return flight
+
+    def dispatch_finish(self, handle: Handle) -> Received:
+        flight = self._expect(handle, HandleState.SENT)
+        assert flight.work is not None and flight.blocks is not None
+        flight.work.wait()
+        layout = PaddedBlocks(self.row_format, self.group.size, flight.bound)
+        counts = layout.counts(flight.blocks)
+        _stop_if_refused(counts)
+        x_part, weight_part, slot_part = self.row_format.split(flight.blocks)
+        # [R, B, K] without the headers; what lies beyond a rank's count is not looked at.
+        blocked = slot_part.view(self.group.size, layout.block_rows, self.config.top_k)[:, 1:]
+        local = blocked.to(torch.int32) - self.group.rank * self.num_local_experts
+        numbers = torch.arange(flight.bound, device=local.device)
+        there = numbers < torch.tensor(counts, device=local.device)[:, None]
+        here = (local >= 0) & (local < self.num_local_experts) & there[:, :, None]
+        ranks, rows = here.any(2).nonzero(as_tuple=True)
+        at = ranks * layout.block_rows + 1 + rows
+        valid = here[ranks, rows]
+        slots = torch.where(valid, local[ranks, rows], -1)
+        weights = torch.where(valid, weight_part.index_select(0, at), 0.0)
+        x = x_part.index_select(0, at)
+        flight.slots, flight.places = slots, ranks * flight.bound + rows
+        flight.block = flight.blocks = flight.work = None
+        flight.state = HandleState.RECEIVED
+        return Received(
+            Layout.ROUTED, x, slots, weights, count_picks(slots, self.num_local_experts)
+        )
+
+    # -- and back --------------------------------------------------------------------------
+
+    def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
+        flight = self._expect(handle, HandleState.RECEIVED)
+        slots, places, width = flight.slots, flight.places, self._width
+        check_outputs(self.combine_form, slots, self.config.hidden_size, y, index)
+        if self.combine_form is CombineForm.PAIRS:
+            rows, picks = (slots >= 0).nonzero(as_tuple=True)
+            places = places[rows] * width + picks
+            if index is not None:
+                y = to_row_major(y, index)
+                if y.shape[0] != places.shape[0]:
+                    raise DispatchError(
+                        f"index: {y.shape[0]} valid pairs; must be {places.shape[0]}, as received"
+                    )
+        hidden, size = self.config.hidden_size, self.group.size
+        shape = (size * flight.bound * width, hidden)
+        flight.y = torch.zeros(shape, dtype=self.config.dtype, device=y.device)
+        flight.y[places] = y.to(self.config.dtype)
+        shape = (flight.bound * width, hidden)
+        flight.result = torch.empty(shape, dtype=self.config.dtype, device=y.device)
+        flight.work = _reduce_scatter(
+            flight.result, flight.y, group=self.group.device_group, async_op=True
+        )
+        flight.state = HandleState.RETURNED
+        self.stats.bytes_sent += (size - 1) * flight.result.nbytes
+
+    def combine_finish(self, handle: Handle) -> Tensor:
+        flight = self._expect(handle, HandleState.RETURNED)
+        assert flight.work is not None and flight.result is not None
+        flight.work.wait()
+        tokens, width = flight.x.shape[0], self._width
+        home = torch.arange(tokens * width, device=flight.x.device).view(tokens, width)
+        weights = flight.weights
+        if self.combine_form is CombineForm.PAIRS:
+            assert flight.picks is not None
+            home = torch.where(flight.picks >= 0, home, -1)
+        else:
+            weights = torch.ones(home.shape, dtype=torch.float32, device=home.device)
+        total = self._combine(flight.result, home, weights)
+        flight.work = flight.y = flight.result = None
+        flight.state = HandleState.SPENT
+        return total
+
+    def close(self) -> None:
+        self._closed = True
+
+    # -- parts -----------------------------------------------------------------------------
+
+    @property
+    def _width(self) -> int:
+        """Places a token has in what comes home."""
+        return self.config.top_k if self.combine_form is CombineForm.PAIRS else 1
+
+    def _exchange_counts(self, count: int, device: torch.device) -> list[int]:
+        send = torch.tensor([count], dtype=torch.int64, device=device)
+        receive = torch.empty(self.group.size, dtype=torch.int64, device=device)
+        _all_gather(receive, send, group=self.group.device_group)
+        self.stats.bytes_sent += 8 * (self.group.size - 1)
+        received: list[int] = receive.tolist()
+        return received
+
+    def _empty(self, rows: int, device: torch.device) -> Tensor:
+        return torch.empty((rows, self.row_format.row_bytes), dtype=torch.uint8, device=device)
+
+    def _pack(self, bound: int, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """A header row with the count, then T rows, then room up to the bound."""
+        block, tokens = self._empty(bound + 1, x.device), x.shape[0]
+        block.view(torch.int32)[0, 0] = tokens
+        parts = self.row_format.split(block[1 : tokens + 1])
+        for part, value in zip(parts, (x, weights, slots), strict=True):
+            part.copy_(value)
+        return block
+
+    def _gather(self, flight: _Flight) -> None:
+        assert flight.block is not None
+        size = self.group.size
+        flight.blocks = self._empty(size * flight.block.shape[0], flight.block.device)
+        flight.work = _all_gather(
+            flight.blocks, flight.block, group=self.group.device_group, async_op=True
+        )
+        self.stats.bytes_sent += (size - 1) * flight.block.nbytes
+
+    def _refuse(self, bound: int | None, device: torch.device) -> None:
+        """Take part in the layer's first collective, to tell every rank that this one stops."""
+        if bound is None:
+            self._exchange_counts(REFUSED, device)
+            return
+        block = self._empty(bound + 1, device)
+        block.view(torch.int32)[0, 0] = REFUSED
+        everybody = self._empty(self.group.size * (bound + 1), device)
+        _all_gather(everybody, block, group=self.group.device_group)
+
+    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
+        flight: _Flight = TokenHandle.expect(handle, self, state)
+        return flight
+
+
+def _all_gather(out: Tensor, x: Tensor, **options: Any) -> Any:
+    # torch 2.13 renamed both, and warns at the old names.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, x, **options)
+
+
+def _reduce_scatter(out: Tensor, x: Tensor, **options: Any) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, x, **options)
+
+
+def _row_format(config: DispatchConfig) -> RowFormat:
+    """Rows carry physical slots: all ranks see the same row."""
+    return RowFormat.choose(
+        config.hidden_size, config.top_k, config.dtype, config.num_physical_experts
+    )
+
+
+def _stop_if_refused(counts: list[int]) -> None:
+    refused = [rank for rank, count in enumerate(counts) if count == REFUSED]
+    if refused:
+        raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
