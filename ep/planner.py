@@ -29,6 +29,7 @@ from ep.planning.relabel import hosts, keep_places, moved_slots
 from ep.planning.replicate import FloatArray, IntArray
 from ep.planning.settle import settle
 from ep.planning.shapes import Shape, check_choice, check_shape
+from ep.planning.spread import spread
 
 GROUP_POLICIES = ("free", "node", "priced")
 
@@ -124,6 +125,8 @@ def plan(
             kept=None if old is None or not capped else _extra_in_use(old, shape),
         )
     table, grouped = fresh.table, fresh.grouped
+    if old is None and options.policy == "ours":
+        table = spread(joined, table, shape, grouped)
     if old is not None and options.policy == "ours":
         table, grouped = settle(
             joined,

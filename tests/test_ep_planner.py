@@ -139,7 +139,8 @@ def test_real_loads_come_near_the_bound(
     assert why.after.mean() <= why.bound.mean() + above_bound
     assert not why.duplicates.any()
     theirs, _ = eplb_tables(loads, slots, groups, nodes, gpus)
-    assert why.after.mean() <= table_balance(loads.astype(float), as_table(theirs, gpus)).mean()
+    eplb = table_balance(loads.astype(float), as_table(theirs, gpus)).mean()
+    assert why.after.mean() <= eplb + 1e-12  # sums in another order
     assert (why.after >= why.bound - 1e-9).all()
 
 
@@ -204,7 +205,7 @@ def test_same_plan_always_and_for_any_unit_of_load(traces: dict[str, np.ndarray]
     assert plan(ties, num_slots=40, num_gpus=8).placement.fingerprint[:16] == TIES
 
 
-TIES = "5c3a7fff3b7cd789"  # changes with the search itself: then put the new one here
+TIES = "d0416ea64579fc87"  # changes with the search itself: then put the new one here
 
 
 def test_loads_by_rule() -> None:
