@@ -7,7 +7,7 @@ import math
 from moeserve.errors import EngineFailed, InvalidRequest, JobDied, NotReady, QueueFull
 from moeserve.load_desk import RecordingConflict
 from moeserve.server.rebalance import RebalanceRefused
-from moeserve.server.service import ContextTooLong, UnknownModel
+from moeserve.server.refusals import ContextTooLong, UnknownModel
 from moeserve.server.sse import JsonBytes
 
 
