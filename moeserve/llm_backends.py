@@ -168,6 +168,7 @@ class RanksBackend:
             max_queue=1 << 31,  # offline: the ranks queue what they cannot run yet
             rank_timeout=config.server.rank_timeout,
             prefix_cache=config.cache.prefix_cache,
+            launcher_gone=self._launcher_killed,
         )
         address = client.bind()
         client.start()
@@ -210,6 +211,10 @@ class RanksBackend:
                 if self._process.wait(STOP_SECONDS) == ConfigError.exit_code:
                     raise ConfigError(error.reason.splitlines()) from None
             raise
+
+    def _launcher_killed(self) -> bool:
+        """By a signal; one that ends by itself does so because of its ranks."""
+        return self._process is not None and (self._process.poll() or 0) < 0
 
     @property
     def max_model_len(self) -> int:

@@ -36,7 +36,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        disable_created_metrics()  # a time of birth for each series, which nobody asks for
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of birth for each series, which nobody asks for
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"moeserve_{name}", text, buckets=buckets, registry=self.registry)

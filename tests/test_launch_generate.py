@@ -119,6 +119,14 @@ def test_loading_is_shown(random_checkpoint, capsys):
     assert "MB/s" in err and len(json.loads(out)["token_ids"]) == 8
 
 
+def test_quiet_leaves_the_answer_alone(random_checkpoint, capsys):
+    quiet = {"cache": {"kv_tokens": 256}, "engine": {"quiet": True}}
+    asked = replace(ask("some text"), as_json=False)
+    generate(Given(random_checkpoint, None, quiet, OFFLINE), asked)
+    out, err = capsys.readouterr()
+    assert out.strip() and not err
+
+
 def test_a_missing_tokenizer_is_found_before_weights_are_read(random_checkpoint, tmp_path, capsys):
     folder = tmp_path / "bare"
     shutil.copytree(random_checkpoint, folder)
@@ -131,7 +139,7 @@ def test_a_missing_tokenizer_is_found_before_weights_are_read(random_checkpoint,
 @pytest.mark.parametrize(
     "asked, error, said",
     [
-        (replace(ask(), token_ids=("5,99999",)), InvalidRequest, "token ids are 0.."),
+        (replace(ask(), token_ids=("5,99999",)), InvalidRequest, "must be a token id from 0"),
         (ask("fine", "long " * 3000), InvalidRequest, "so a prompt may have at most 2047"),
         (replace(ask("x"), chat=True), ConfigError, "no chat template"),
     ],
