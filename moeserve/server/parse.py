@@ -41,8 +41,8 @@ def parse(kind: type[Body], body: bytes, more: More = _nothing_more) -> Body:
         raise InvalidRequest("body", _start(body), f"must be a JSON object ({error})") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("body", _start(body), "must be a JSON object")
-    # The fast reader keeps the last of two equal names in silence. A flat body with as many names as
-    # fields, which may hold very many token ids, has no such pair.
+    # The fast reader keeps the last of two equal names in silence. A flat body with no more
+    # names than fields (it may hold very many token ids) has no such pair.
     if len(_NAME_END.findall(body)) != len(raw):
         json.loads(body, object_pairs_hook=_once, parse_int=float)
     ignored = IGNORED if issubclass(kind, GenerationFields) else frozenset[str]()
