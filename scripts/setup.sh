@@ -49,7 +49,7 @@ stage() {
   shift
   say "$text ..."
   if [ -t 2 ]; then
-    (while sleep 5; do printf . >&2; done) &
+    (while sleep 5 && kill -0 $$ 2>/dev/null; do printf . >&2; done) &  # not beyond this script
     dots=$!
   fi
   local code=0
