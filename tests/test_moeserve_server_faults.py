@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_problems_say_what_must_be_in_the_spelling_of_json(
     http: httpx.Client, content: str, text: str
 ) -> None:
     assert text in error_of(http.post("/v1/completions", content=content), 400)["message"]
+
+
+def test_a_whole_answer_that_a_death_takes_can_be_asked_for_elsewhere(folder: Path) -> None:
+    with Rehearsal(folder, num_ranks=2) as job, ThreadPoolExecutor(1) as pool:
+        for rank in job.ranks:
+            rank.pause()
+        asked = pool.submit(httpx.post, job.url + COMPLETION[0], json=COMPLETION[1], timeout=20)
+        wait_for(lambda: sum(len(x.running) for x in job.ranks) == 1)
+        job.ranks[1].die()
+        answer = asked.result()
+        assert "rank 1 died" in error_of(answer, 503)["message"] and answer.headers["retry-after"]
 
 
 def test_from_the_first_sign_of_a_loss_on_nothing_is_ready(folder: Path) -> None:

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
-from moeserve.errors import MoeserveError
+from moeserve.errors import EngineFailed, MoeserveError, NotReady
 from moeserve.server import status
 from moeserve.server.chat_completions import ChatWriter
 from moeserve.server.completions import CompletionWriter
@@ -112,7 +112,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         headers = {"x-request-id": job.id}
         if stream:
             return EventStream(writer.events(outputs), outputs.abort, headers, cut)
-        answer = await unless_client_leaves(request, writer.answer(outputs))
+        try:
+            answer = await unless_client_leaves(request, writer.answer(outputs))
+        except EngineFailed as error:
+            if service.client.failing is None:
+                raise
+            raise NotReady(str(error)) from None  # nothing was sent: another server can take it
         if answer is None:
             return Response(status_code=499)  # nobody is there to read it
         return JsonBytes(answer, headers=headers)
