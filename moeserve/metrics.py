@@ -7,7 +7,7 @@ and the hottest experts are in `expert_metrics`, which bounds them. Knows nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moeserve.expert_metrics import expert_series
+from moeserve.request import FinishReason
 
 if TYPE_CHECKING:
     from moeserve.client import EngineClient
@@ -61,15 +62,31 @@ class Metrics:
         self.http_errors = Counter(
             "moeserve_http_errors", "Refused or failed calls", ["status"], registry=self.registry
         )
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in ("stop", "length", "tool_calls", "abort", "error"):
             self.requests.labels(reason)
+        # Requests whose words may be tool calls: True once the engine has ended one by a stop,
+        # which is counted when its words are known.
+        self._unread: dict[str, bool] = {}
+
+    def wait_for_words(self, request_ids: Iterable[str]) -> None:
+        """Count these by what `words_ended` will say, where the engine says that they stopped."""
+        self._unread |= dict.fromkeys(request_ids, False)
+
+    def words_ended(self, request_id: str, reason: str | None) -> None:
+        """reason: the answer's; None where nobody read it to its end."""
+        if self._unread.pop(request_id, False):
+            self.requests.labels("tool_calls" if reason == "tool_calls" else "stop").inc()
 
     def first_token(self, flight: Flight) -> None:
         self.ttft.observe(max(0.0, time.time() - flight.request.arrival))
 
     def finished(self, flight: Flight) -> None:
         reason = flight.finish_reason
-        self.requests.labels(reason.value if reason is not None else "error").inc()
+        if reason is FinishReason.STOP and flight.request.request_id in self._unread:
+            self._unread[flight.request.request_id] = True
+        else:
+            self._unread.pop(flight.request.request_id, None)
+            self.requests.labels(reason.value if reason is not None else "error").inc()
         self.prompt_length.observe(len(flight.request.prompt_token_ids))
         self.output_length.observe(flight.num_output_tokens)
         if flight.first_token_at is None or flight.last_token_at is None:

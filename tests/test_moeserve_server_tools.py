@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,21 @@ def test_content_is_null_beside_calls_and_only_there(deepseek: Scripted) -> None
     deepseek.says("Hello.")
     message = httpx.post(url, json=body).json()["choices"][0]["message"]
     assert message["content"] == "Hello." and "tool_calls" not in message
+
+
+def test_metrics_count_answers_that_call_tools_apart(deepseek: Scripted) -> None:
+    def counted() -> dict[str, float]:
+        text = httpx.get(deepseek.job.url + "/metrics").text
+        named = re.findall(r'moeserve_requests_total\{finish_reason="(\w+)"\} (\S+)', text)
+        return {reason: float(count) for reason, count in named}
+
+    for stream in (False, True):
+        for text, reason in ((V31, "tool_calls"), ("Hello.", "stop")):
+            before = counted()
+            deepseek.says(text)
+            deepseek.ask(stream)
+            assert counted() == before | {reason: before[reason] + 1}
+    assert not deepseek.job.service.metrics._unread
 
 
 def test_several_choices_and_log_probabilities(deepseek: Scripted) -> None:

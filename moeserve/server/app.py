@@ -109,6 +109,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         request: HttpRequest, job: Job, writer: ChatWriter | CompletionWriter, stream: bool
     ) -> Response:
         outputs = service.client.open(job.requests)
+        if job.may_call:
+            service.metrics.wait_for_words(x.request_id for x in job.requests)
+            job.on_end = service.metrics.words_ended
         headers = {"x-request-id": job.id}
         if stream:
             return EventStream(writer.events(outputs), outputs.abort, headers, cut)

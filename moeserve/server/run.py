@@ -14,17 +14,21 @@ from moeserve.streams import OutputStream
 async def steps(job: Job, stream: OutputStream) -> AsyncIterator[list[tuple[Choice, Delta]]]:
     """What each wake-up adds, until all choices have ended. The engine's requests are aborted when
     a stop string, or the last tool call that is allowed, ended them first."""
-    while outputs := await stream.get():
-        batch = []
-        for output in outputs:
-            choice = job.by_request[output.request_id]
-            if choice.finished:
-                continue
-            delta = choice.push(output)
-            if choice.finished and output.finish_reason is None:
-                stream.abort(output.request_id, FinishReason.STOP)
-            batch.append((choice, delta))
-        yield batch
+    try:
+        while outputs := await stream.get():
+            batch = []
+            for output in outputs:
+                choice = job.by_request[output.request_id]
+                if choice.finished:
+                    continue
+                delta = choice.push(output)
+                if choice.finished and output.finish_reason is None:
+                    stream.abort(output.request_id, FinishReason.STOP)
+                batch.append((choice, delta))
+            yield batch
+    finally:
+        for choice in job.choices:
+            job.on_end(choice.request_id, choice.finish_reason)
 
 
 async def whole(job: Job, stream: OutputStream) -> list[Delta]:

@@ -57,6 +57,9 @@ class Job:
     prompt_ids: list[list[int]]
     prompt_texts: list[str | None]
     n: int
+    may_call: bool = False  # tools were given: whether a choice ends in a call, its text tells
+    # Told the reason of each choice when the answer has ended, or None where it was left before.
+    on_end: Callable[[str, str | None], None] = lambda request_id, reason: None
     by_request: dict[str, Choice] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -380,4 +383,5 @@ class Service:
                 )
                 requests.append(request)
                 choices.append(choice)
-        return Job(job_id, int(arrival), requests, choices, prompt_ids, texts, body.n)
+        may_call = make_tools is not None
+        return Job(job_id, int(arrival), requests, choices, prompt_ids, texts, body.n, may_call)
