@@ -157,7 +157,7 @@ class _FrontEnd:
             await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             if client.failed is None:
-                await self._drain(client, server)
+                await self._drain(client, server, service)
             else:
                 await client.stop(0)
         finally:
@@ -171,7 +171,7 @@ class _FrontEnd:
         if client.failed is not None:
             raise client.failed
 
-    async def _drain(self, client: EngineClient, server: Server) -> None:
+    async def _drain(self, client: EngineClient, server: Server, service: Service) -> None:
         seconds = self._config.server.drain_seconds
         unread = len(server.owing())
         if client.num_in_flight:
@@ -192,6 +192,8 @@ class _FrontEnd:
                 cut = max(client.num_in_flight, len(server.owing()))
                 log.warning("stopped hard by a second signal: %d requests are cut off", cut)
             client.cut("the server was stopped before this request had ended")
+        if client.failed is None:
+            await self._let_go(server, service, _CLOSE_SECONDS)
         if client.failed is None and not await client.stop(STOP_SECONDS):
             log.warning("not every rank said that it stopped within %g s", STOP_SECONDS)
 

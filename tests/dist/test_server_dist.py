@@ -218,6 +218,8 @@ def test_a_stream_that_is_read_again_too_late_says_that_it_is_cut(folder: Path) 
         unread(url, ranks, True) as client,
     ):
         front_end.process.send_signal(signal.SIGTERM)
+        lines = iter(front_end.process.stderr.readline, "")
+        assert any("1 answers may be read for up to 0 s" in x for x in lines)
         answer = read_all(client)
         assert b"the server stopped before this answer was read" in answer[-400:]
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
