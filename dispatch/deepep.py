@@ -1,0 +1,182 @@
+"""What DeepEP is to us: where it is loaded, which limits it documents, how large its buffers are.
+
+Knows: facts about the library's first API (`Buffer`), as plain numbers. Knows nothing of how the
+adapters call it. This is the one file that imports `deep_ep`.
+
+Shape letters: D hidden, K top-k, P physical slots, R ranks, M max tokens a rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+import torch
+
+# Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
+LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+LL_MAX_TOP_K = 11
+# A tag of 1024 marks a finished count; above it counts have been seen wrong.
+LL_MAX_TOKENS = 1024
+# Buffers are addressed as 16-byte words by a signed 32-bit number: just under 32 GiB.
+MAX_BUFFER_BYTES = 16 * (2**31 - 2)
+DEFAULT_QP_DEPTH = 1024  # NVSHMEM_QP_DEPTH where the environment does not say
+RANKS_PER_NODE = 8
+_NVSHMEM_HANGS_FROM = (3, 5, 19)
+
+NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+NORMAL_MAX_TOP_K = 32
+NORMAL_MAX_LOCAL_EXPERTS = 1024
+
+
+def load(emulate: bool = False) -> Any:
+    """The module with `Buffer`: the library, or its emulation over CPU process groups.
+
+    Raises whatever the library raises as it is imported (ImportError, OSError, ...).
+    """
+    if emulate:
+        return importlib.import_module("dispatch.emulation")
+    import deep_ep
+
+    return deep_ep
+
+
+def ll_buffer_bytes(max_tokens: int, hidden: int, num_experts: int) -> int:
+    """Bytes of the low-latency buffer: two halves (they alternate), each a send and a receive area
+    and a count for each expert. num_experts: all physical slots, redundant ones included."""
+    dispatch_row = 16 + max(2 * hidden, hidden + hidden // 32)
+    combine_row = 2 * hidden + hidden // 32
+    send = max(max_tokens * dispatch_row, num_experts * max_tokens * combine_row)
+    receive = num_experts * max_tokens * max(dispatch_row, combine_row)
+    return _round_up(2 * (send + receive + _round_up(4 * num_experts, 128)), 128)
+
+
+def ll_token_step(num_ranks: int) -> int:
+    """M must be a multiple of this, so that R * M is one of 4."""
+    return 1 if num_ranks % 4 == 0 else 2 if num_ranks % 2 == 0 else 4
+
+
+def ll_tokens_of_depth(qp_depth: int) -> int:
+    """The largest M for a queue depth: two entries for each token, and two more."""
+    return qp_depth // 2 - 1
+
+
+def ll_depth_of_tokens(max_tokens: int) -> int:
+    """The smallest power of two that will do as queue depth, never below the default."""
+    depth = DEFAULT_QP_DEPTH
+    while ll_tokens_of_depth(depth) < max_tokens:
+        depth *= 2
+    return depth
+
+
+def ll_largest_tokens(num_ranks: int, hidden: int, num_experts: int, qp_depth: int | None) -> int:
+    """The largest M that every limit allows (0: none). qp_depth None: it can be raised."""
+    most = LL_MAX_TOKENS if qp_depth is None else min(LL_MAX_TOKENS, ll_tokens_of_depth(qp_depth))
+    step = ll_token_step(num_ranks)
+    most -= most % step
+    while most > 0 and ll_buffer_bytes(most, hidden, num_experts) > MAX_BUFFER_BYTES:
+        most -= step
+    return max(most, 0)
+
+
+def ll_problems(
+    *,
+    num_ranks: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    max_tokens: int,
+    qp_depth: int | None,
+) -> list[str]:
+    """What speaks against low-latency mode: each with the number and the largest valid value.
+
+    qp_depth: NVSHMEM_QP_DEPTH where it is set; None where it may be chosen.
+    """
+    found = []
+    if hidden not in LL_HIDDEN_SIZES:
+        sizes = ", ".join(map(str, LL_HIDDEN_SIZES))
+        found.append(f"hidden_size={hidden}: kernels exist for {sizes}")
+    if not 1 <= top_k <= LL_MAX_TOP_K:
+        found.append(f"top_k={top_k}: valid are 1..{LL_MAX_TOP_K}")
+    if num_ranks > RANKS_PER_NODE and num_ranks % RANKS_PER_NODE:
+        below = num_ranks - num_ranks % RANKS_PER_NODE
+        found.append(
+            f"{num_ranks} ranks: above {RANKS_PER_NODE} a multiple of it, such as {below} "
+            f"or {below + RANKS_PER_NODE}"
+        )
+    if num_experts % num_ranks:
+        below = num_experts - num_experts % num_ranks
+        found.append(
+            f"num_physical_experts={num_experts} does not divide by {num_ranks} ranks: "
+            f"nearest are {below} and {below + num_ranks}"
+        )
+    largest = ll_largest_tokens(num_ranks, hidden, num_experts, qp_depth)
+    here = f"max_tokens_per_rank={max_tokens}"
+    if max_tokens < 1:
+        found.append(f"{here}: must be at least {ll_token_step(num_ranks)}")
+    if max_tokens > LL_MAX_TOKENS:
+        found.append(f"{here}: at most {largest} (counts are wrong above {LL_MAX_TOKENS})")
+    if num_ranks * max_tokens % 4:
+        step = ll_token_step(num_ranks)
+        below = min(max_tokens - max_tokens % step, largest)
+        found.append(
+            f"{here} with {num_ranks} ranks: ranks * tokens must be a multiple of 4; "
+            f"the largest valid value below is {below}"
+        )
+    if qp_depth is not None and max_tokens > ll_tokens_of_depth(qp_depth):
+        found.append(
+            f"{here} with NVSHMEM_QP_DEPTH={qp_depth}: at most {ll_tokens_of_depth(qp_depth)}; "
+            f"a depth of {ll_depth_of_tokens(max_tokens)} would do"
+        )
+    size = ll_buffer_bytes(max_tokens, hidden, num_experts)
+    if size > MAX_BUFFER_BYTES:
+        found.append(
+            f"{here}: needs a buffer of {size} bytes ({size / 2**30:.2f} GiB), the library "
+            f"addresses {MAX_BUFFER_BYTES} (32 GiB); at most {largest} tokens"
+        )
+    return found
+
+
+def wrong_api(library: Any, used: dict[str, set[str]]) -> list[str]:
+    """Why a package of that name is not the API that `used` (parameters by method) describes."""
+    buffer = getattr(library, "Buffer", None)
+    if buffer is None:
+        return ["has no Buffer (the first API was taken out in 2.5)"]
+    found = []
+    for method, names in used.items():
+        taken = set(inspect.signature(getattr(buffer, method, None) or (lambda: None)).parameters)
+        if names - taken:
+            found.append(f"Buffer.{method} takes no {', '.join(sorted(names - taken))}")
+    return found
+
+
+def device_problems(size: int) -> list[str]:
+    """Device, its free memory against `size` bytes, NVSHMEM: nothing is allocated."""
+    if not torch.cuda.is_available():
+        return [f"no CUDA device; the buffer needs {size} bytes of one"]
+    found = []
+    free, _ = torch.cuda.mem_get_info()
+    if size > free:
+        found.append(f"the buffer needs {size} bytes, {free} are free on the device")
+    version = _nvshmem_version()
+    if version is not None and version >= _NVSHMEM_HANGS_FROM:
+        here, first = (".".join(map(str, v)) for v in (version, _NVSHMEM_HANGS_FROM))
+        found.append(f"NVSHMEM {here}: hangs from {first} on; 3.4.5 is known to work")
+    return found
+
+
+def _nvshmem_version() -> tuple[int, ...] | None:
+    """Of the wheel beside torch; None where it came by another way."""
+    for name in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
+        try:
+            parts = metadata.version(name).split(".")[:3]
+        except metadata.PackageNotFoundError:
+            continue
+        return tuple(int(part) for part in parts if part.isdigit())
+    return None
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,403 @@
+"""`Buffer`, the first API: names, parameters, defaults and limits of the library, on a CPU.
+
+Knows: what the library's Python does before its C++ side is called. The work is in low_latency.py
+and normal.py. Documented in `signatures.py`; tested against it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispatch import deepep
+from dispatch.emulation.errors import host_assert, python_assert
+from dispatch.emulation.events import Config, EventHandle, EventOverlap
+from dispatch.emulation.exchange import Exchange
+from dispatch.emulation.low_latency import LowLatency
+from dispatch.emulation.normal import Normal, Rows
+
+Hook = Callable[[], None]
+
+# Chunk sizes by number of ranks: NVLink send and receive, RDMA send and receive.
+_DISPATCH_CHUNKS = {
+    2: (24, 256, 6, 128),
+    4: (6, 256, 6, 128),
+    8: (6, 256, 6, 128),
+    16: (36, 288, 20, 128),
+    24: (32, 288, 8, 128),
+    32: (32, 288, 8, 128),
+    48: (32, 288, 8, 128),
+    64: (32, 288, 8, 128),
+    96: (20, 480, 12, 128),
+    128: (20, 560, 12, 128),
+    144: (32, 720, 12, 128),
+    160: (28, 720, 12, 128),
+}
+_COMBINE_CHUNKS = {
+    2: (10, 256, 6, 128),
+    4: (9, 256, 6, 128),
+    8: (4, 256, 6, 128),
+    16: (4, 288, 12, 128),
+    24: (1, 288, 8, 128),
+    32: (1, 288, 8, 128),
+    48: (1, 288, 8, 128),
+    64: (1, 288, 8, 128),
+    96: (1, 480, 8, 128),
+    128: (1, 560, 8, 128),
+    144: (2, 720, 8, 128),
+    160: (2, 720, 8, 128),
+}
+
+
+class Buffer:
+    """group: a process group that carries CPU tensors. timeout_seconds: how long a receiver waits
+    for a peer; 100 s in the library, where it is compiled in."""
+
+    num_sms: int = 20
+    timeout_seconds: float = 100.0
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:
+        exchange = Exchange(group, comm, self.timeout_seconds)
+        self.rank, self.group_size = exchange.rank, exchange.size
+        self.group = group if group is not None else comm
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        _check_sizes(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        # What the library would write into the environment; here it is only kept.
+        self.environment: dict[str, str] = {}
+        if self.group_size > deepep.RANKS_PER_NODE or low_latency_mode:
+            python_assert(num_qps_per_rank > 0, "num_qps_per_rank > 0")
+            depth = os.environ.get("NVSHMEM_QP_DEPTH", str(deepep.DEFAULT_QP_DEPTH))
+            self.nvshmem_qp_depth = int(depth)
+            self.environment = {
+                "NVSHMEM_DISABLE_P2P": "0" if allow_nvlink_for_low_latency_mode else "1",
+                "NVSHMEM_IB_ENABLE_IBGDA": "1",
+                "NVSHMEM_IBGDA_NUM_RC_PER_PE": str(num_qps_per_rank),
+                "NVSHMEM_QP_DEPTH": depth,
+                "NVSHMEM_MAX_TEAMS": "7",
+                "NVSHMEM_DISABLE_NVLS": "1",
+                "NVSHMEM_CUMEM_GRANULARITY": str(2**29),
+            }
+            if not allow_mnnvl:
+                self.environment["NVSHMEM_DISABLE_MNNVL"] = "1"
+        met = exchange.meet(exchange.begin(), list(range(self.group_size)))
+        missing = [rank for rank, message in met.items() if message is None]
+        if missing:
+            raise RuntimeError(f"DeepEP error: ranks {missing} did not come to the rendezvous")
+        self._exchange: Exchange | None = exchange
+        self._ll = LowLatency(exchange, num_rdma_bytes, num_qps_per_rank, enable_shrink)
+        self._normal = Normal(exchange, num_nvl_bytes)
+
+    def destroy(self) -> None:
+        python_assert(self.explicitly_destroy, "`explicitly_destroy` flag must be set")
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        python_assert(new_num_sms % 2 == 0, "The SM count must be even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return deepep.ll_buffer_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+
+    def get_comm_stream(self) -> Any:
+        raise NotImplementedError("a CPU has no streams")
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        raise NotImplementedError("the emulation has no buffer to look into")
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        python_assert(num_ranks in _DISPATCH_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
+        return Config(Buffer.num_sms, *_DISPATCH_CHUNKS[num_ranks])
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        python_assert(num_ranks in _COMBINE_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
+        return Config(Buffer.num_sms, *_COMBINE_CHUNKS[num_ranks])
+
+    # -- normal mode -----------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        layout = self._normal.layout(topk_idx, num_experts)
+        return *layout, _finish(async_finish, lambda: None)
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        Rows,
+        Tensor | None,
+        Tensor | None,
+        list[int] | None,
+        tuple[Any, ...] | None,
+        EventOverlap,
+    ]:
+        self._open()
+        config = self.get_dispatch_config(self.group_size) if config is None else config
+        if self.group_size > deepep.RANKS_PER_NODE:
+            python_assert(
+                num_worst_tokens == 0,
+                "Internode dispatch does not support `num_worst_tokens > 0`",
+            )
+        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        num_experts = 0
+        if handle is not None:
+            python_assert(topk_idx is None and topk_weights is None, "a handle brings its picks")
+            is_token_in_rank = handle[4]
+        else:
+            complete = num_tokens_per_rank is not None and num_tokens_per_expert is not None
+            python_assert(complete and is_token_in_rank is not None, "the layout must be given")
+            assert num_tokens_per_expert is not None
+            num_experts = num_tokens_per_expert.shape[0]
+        assert is_token_in_rank is not None
+        recv, idx, weights, counts, new_handle, receive = self._normal.dispatch(
+            x,
+            is_token_in_rank,
+            topk_idx,
+            topk_weights,
+            num_experts,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            handle,
+        )
+        self._ll.dirty = True
+        event = _finish(async_finish, receive)
+        if handle is not None:
+            return recv, None, None, None, None, event
+        return recv, idx, weights, counts, new_handle, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple[Any, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        self._open()
+        config = self.get_combine_config(self.group_size) if config is None else config
+        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+        if isinstance(bias, tuple):
+            python_assert(len(bias) == 2, f"bias: a tensor or two of them, not {len(bias)}")
+        out, weights, receive = self._normal.combine(x, handle, topk_weights, biases, config)
+        self._ll.dirty = True
+        return out, weights, _finish(async_finish, receive)
+
+    # -- low latency -----------------------------------------------------------------------
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        self._open_for_low_latency()
+        self._ll.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
+        self._open_for_low_latency()
+        self._check_depth(num_max_dispatch_tokens_per_rank)
+        _check_async(async_finish, return_recv_hook)
+        recv, scales, count, src_info, layout_range, receive = self._ll.dispatch(
+            x,
+            topk_idx,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+        )
+        handle = (
+            src_info,
+            layout_range,
+            num_max_dispatch_tokens_per_rank,
+            x.shape[1],
+            num_experts,
+        )
+        event, hook = _lazily(receive, async_finish, return_recv_hook)
+        rows: Rows = recv if scales is None else (recv, scales)
+        return rows, count, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        self._open_for_low_latency()
+        self._check_depth(handle[2])
+        _check_async(async_finish, return_recv_hook)
+        combined, receive = self._ll.combine(
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            use_logfmt,
+            zero_copy,
+            out,
+            combine_wait_recv_cost_stats,
+        )
+        event, hook = _lazily(receive, async_finish, return_recv_hook)
+        return combined, event, hook
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        self._open_for_low_latency()
+        self._ll.set_mask(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        self._open_for_low_latency()
+        self._ll.query_mask(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        self._open_for_low_latency()
+        self._ll.clean_mask()
+
+    def get_next_low_latency_combine_buffer(self, handle: object) -> Tensor:
+        self._open_for_low_latency()
+        assert isinstance(handle, tuple)
+        return self._ll.next_combine_buffer(handle)
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        host_assert(self._exchange is not None, "the buffer is not destroyed")
+
+    def _open_for_low_latency(self) -> None:
+        self._open()
+        host_assert(self.low_latency_mode, "low_latency_mode=True")
+
+    def _check_depth(self, max_tokens: int) -> None:
+        python_assert(
+            self.nvshmem_qp_depth >= (max_tokens + 1) * 2,
+            f"NVSHMEM_QP_DEPTH={self.nvshmem_qp_depth} >= 2 * (M + 1), M={max_tokens}",
+        )
+
+
+def _check_sizes(size: int, nvl: int, rdma: int, low_latency: bool) -> None:
+    for name, value in (("num_nvl_bytes", nvl), ("num_rdma_bytes", rdma)):
+        host_assert(value >= 0 and value % 128 == 0, f"{name}={value} is a multiple of 128")
+        host_assert(value <= deepep.MAX_BUFFER_BYTES, f"{name}={value} is under 32 GiB")
+    host_assert(low_latency or rdma < 2**31, f"num_rdma_bytes={rdma} < 2^31 in normal mode")
+    node = deepep.RANKS_PER_NODE
+    host_assert(size < node or size % node == 0, f"R={size} is below {node} or a multiple of it")
+    largest = max(deepep.NORMAL_RANKS)
+    host_assert(low_latency or size <= largest, f"R={size} <= {largest} in normal mode")
+    host_assert(rdma == 0 or size > node or low_latency, "one node needs no RDMA in normal mode")
+
+
+def _begin_after(previous: EventOverlap | None, asynchronous: bool, on_comm_stream: bool) -> None:
+    if on_comm_stream:
+        host_assert(
+            previous is not None and asynchronous,
+            "allocate_on_comm_stream needs previous_event and async_finish",
+        )
+    if previous is not None and previous.event is not None:
+        previous.event.current_stream_wait()
+
+
+def _check_async(asynchronous: bool, hook: bool) -> None:
+    host_assert(not (asynchronous and hook), "async_finish and return_recv_hook exclude each other")
+
+
+def _finish(asynchronous: bool, receive: Hook) -> EventOverlap:
+    if asynchronous:
+        return EventOverlap(EventHandle(receive))
+    receive()
+    return EventOverlap(None)
+
+
+def _lazily(receive: Hook, asynchronous: bool, hook: bool) -> tuple[EventOverlap, Hook | None]:
+    """The event, and the hook where one was asked for. A hook is called once."""
+    if not hook:
+        return _finish(asynchronous, receive), None
+    pending = [receive]
+
+    def once() -> None:
+        host_assert(pending, "a hook is called once")
+        pending.pop()()
+
+    return EventOverlap(None), once

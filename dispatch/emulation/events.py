@@ -1,0 +1,102 @@
+"""Events and the tuning record of normal mode, as far as a CPU can have them.
+
+Knows: work that is done when somebody waits. Knows nothing of transports. Results of an
+asynchronous call are filled in when its event is waited for, not before: who reads early, reads
+poison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dispatch.emulation.errors import host_assert, python_assert
+
+_NVL_PEERS = 8
+_MAX_TOP_K = 128  # what the size hints assume
+_MAX_SCALES = 128
+_META_BYTES = 8
+
+
+class EventHandle:
+    """A point in a stream; here: work still to do before it is reached."""
+
+    def __init__(self, work: Callable[[], None] | None = None) -> None:
+        self._work = work
+
+    def current_stream_wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
+class EventOverlap:
+    """An event, and what must stay alive until it is waited for."""
+
+    def __init__(
+        self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        python_assert(self.event is not None, "the call was not asynchronous: it has no event")
+        assert self.event is not None
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+class Config:
+    """Multiprocessors and chunk sizes of normal mode."""
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        host_assert(num_sms >= 0, f"num_sms >= 0, not {num_sms}")
+        for name, send, receive in (
+            ("nvl", num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens),
+            ("rdma", num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens),
+        ):
+            host_assert(0 < send < receive, f"{name}: 0 < send < receive, not {send}, {receive}")
+        self.num_sms = num_sms
+        self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
+        self.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens
+        self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
+        self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for NVLink queues: for each channel and peer, chunks of rows with their picks,
+        weights and scales."""
+        nodes = self._nodes(num_ranks)
+        queues = self.num_sms // 2 * min(num_ranks, _NVL_PEERS)
+        row = hidden_bytes + _META_BYTES + _MAX_TOP_K * 12 + _MAX_SCALES * 4
+        size = queues * ((2 * nodes + 3) * 4 + self.num_max_nvl_chunked_recv_tokens * row)
+        return -(-size // 128) * 128
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for queues between nodes; none are needed on one node."""
+        nodes = self._nodes(num_ranks)
+        if nodes == 1:
+            return 0
+        row = hidden_bytes + _META_BYTES + _MAX_TOP_K * 12 + _MAX_SCALES * 4 + 16
+        queues = self.num_sms // 2 * nodes
+        size = queues * ((_NVL_PEERS * 2 + 2) * 8 + 2 * self.num_max_rdma_chunked_recv_tokens * row)
+        return -(-size // 128) * 128
+
+    def _nodes(self, num_ranks: int) -> int:
+        host_assert(
+            num_ranks < _NVL_PEERS or num_ranks % _NVL_PEERS == 0,
+            f"num_ranks below {_NVL_PEERS} or a multiple of it, not {num_ranks}",
+        )
+        return max(num_ranks // _NVL_PEERS, 1)
