@@ -7,7 +7,7 @@ engine's thread there are two small collectives a rebalance (sum the load window
 plan) and one copy a batch from staging buffers into slots.
 
 Knows: the group, the model's slots, the transfer, deadlines, what is reported. Knows nothing of
-requests, of how a plan is chosen (`rebalance_plan`) or of sockets.
+requests, of how a plan is chosen (`plan`) or of sockets.
 
 Shape letters: S windows, L layers, E logical experts, P physical slots, G ranks.
 """
