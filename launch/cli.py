@@ -247,6 +247,31 @@ app.add_typer(experts_app)
 
 
 @app.command(cls=Command)
+def plan(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Of expert loads, with --routing trace"),
+    ] = None,
+    rehearse: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="v3-decode-320, v3-decode-144 or v3-prefill-32"),
+    ] = None,
+    routing: Annotated[
+        str, typer.Option(metavar="NAME", help="random, or trace: as often as in FILE")
+    ] = "random",
+    dispatch: Annotated[
+        str, typer.Option(metavar="NAME", help="How tokens travel: torch or allgather")
+    ] = "torch",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> None:
+    """Rehearse a published layout at its full number of ranks, on tiny tensors, on this machine."""
+    from launch.plan import Plan
+
+    Plan(rehearse, routing, trace, seed, dispatch, json).run()
+
+
+@app.command(cls=Command)
 def version() -> None:
     """Print versions of moeserve and of what it computes with."""
     from launch.version import print_version

@@ -2,8 +2,7 @@
 tokens of one rank alone.
 
 Ranks are threads with tiny models of their own, loaded as any rank loads. The dispatcher is the one
-for real jobs; only the collective under it is a board that all threads can see, since thread groups
-of torch take seconds for one all-to-all of this many ranks.
+for real jobs; only the collectives under it are among threads (dispatch/thread_group.py).
 """
 
 from __future__ import annotations
@@ -12,18 +11,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import dispatch.collective
 import models.deepseek.checkpoint
-from dispatch.collective import CollectiveDispatcher
 from dispatch.local import LocalDispatcher
+from dispatch.thread_group import ThreadBoard, ThreadedCollective
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from ep.presets import PRESETS
@@ -46,34 +41,8 @@ HOMES = {0: [11, 5, 90, 33, 2], 63: [7], 255: [3, 44, 44, 80, 9, 120, 1], 256: [
 NUM_TOKENS = 3
 
 
-class Board:
-    """all_to_all_single among threads. A rank's group is (board, rank)."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.given: list[Any] = [None] * size
-
-    def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_splits: Any = None, splits: Any = None, **options: Any
-    ) -> Any:
-        rank: int = options["group"]
-        splits = [1] * self.size if splits is None else splits
-        self.given[rank] = (x, np.concatenate(([0], np.cumsum(splits))))
-        self.barrier.wait()
-        if rank == 0:
-            self.offsets = np.stack([offsets for _, offsets in self.given])
-        self.barrier.wait()
-        begin, end = self.offsets[:, rank], self.offsets[:, rank + 1]
-        parts = [self.given[r][0][begin[r] : end[r]] for r in np.flatnonzero(end > begin)]
-        if parts:
-            out.copy_(torch.cat(parts))
-        self.barrier.wait()
-        return SimpleNamespace(wait=lambda: None)
-
-
 def load(folder: Path, group: EPGroup, placement: ExpertPlacement, kernels: Any) -> DeepSeekModel:
-    kind = LocalDispatcher if group.size == 1 else CollectiveDispatcher
+    kind = LocalDispatcher if group.size == 1 else ThreadedCollective
     return load_model(
         folder,
         dtype=torch.bfloat16,
@@ -144,32 +113,15 @@ def test_the_320_gpu_layout_says_what_one_rank_says(
         lambda folder: replace(index, bytes_read=0, _maps={}, _lock=threading.Lock()),
     )
     monkeypatch.setattr(models.deepseek.checkpoint, "expected_tensors", lambda config: names)
-    board = Board(PRESET.num_gpus)
-    fake = SimpleNamespace(
-        all_to_all_single=board.all_to_all_single, get_backend=lambda group: "board"
-    )
-    monkeypatch.setattr(dispatch.collective, "dist", fake)
     said: dict[int, list[int]] = {}
-    errors: list[BaseException] = []
+    board = ThreadBoard(PRESET.num_gpus)
 
     def rank_main(rank: int) -> None:
-        try:
-            group: Any = EPGroup(rank, PRESET.num_gpus, PRESET.gpus_per_node, rank, rank)
-            mine = load(tmp_path, group, placement, kernels)
-            slots = mine.expert_weights()
-            assert all(experts.num_slots == 1 for experts in slots)
-            prompts = {0: HOMES[rank]} if rank in HOMES else {}
-            for tokens in generate(mine, prompts).values():
-                said[rank] = tokens
-        except BaseException as error:
-            errors.append(error)
-            board.barrier.abort()
+        mine = load(tmp_path, board.group(rank, PRESET.gpus_per_node), placement, kernels)
+        assert all(experts.num_slots == 1 for experts in mine.expert_weights())
+        prompts = {0: HOMES[rank]} if rank in HOMES else {}
+        for tokens in generate(mine, prompts).values():
+            said[rank] = tokens
 
-    threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(PRESET.num_gpus)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    board.run(rank_main)
     assert said == expected

@@ -1,0 +1,273 @@
+"""ThreadBoard: process groups among threads of one process, for layouts of hundreds of ranks.
+
+A rank's `ThreadGroup` is handed to `torch.distributed` like any other group: dispatchers and
+lockstep run on it as they are. What a rank gives is copied when it is given; it goes on, and meets
+the others where it waits, so two batches may be in flight. The board also checks what a real
+network would not: that all ranks make the same collectives in the same order, with sizes that fit.
+
+Knows: all_to_all_single, all_gather, all_gather_single, reduce_scatter_single (sums). Knows nothing
+of what is sent. For CPU tensors; `torch.set_num_threads(1)` first, else each thread keeps a team.
+
+Shape letters: R ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dispatch.allgather import AllGatherDispatcher
+from dispatch.base import DispatchConfig, DispatchError, Probe
+from dispatch.collective import CollectiveDispatcher
+from ep.group import EPGroup
+
+
+class ThreadGroupBroken(DispatchError):
+    """A rank ended, or ranks differ in their collectives: every rank gets it, naming the cause."""
+
+
+@dataclass(eq=False)
+class _Collective:
+    """One collective of all ranks; lives until the last one has taken its part."""
+
+    kind: str
+    missing: int
+    untaken: int
+    given: list[Any]
+    complete: threading.Event = field(default_factory=threading.Event)
+    starts: NDArray[np.int64] | None = None  # [R, R + 1] of all_to_all: where each share begins
+
+
+class _Work:
+    """What torch.distributed calls Work: `wait` brings the result, or raises."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> bool:
+        self._wait()
+        return True
+
+
+class ThreadBoard:
+    """patience: seconds that a rank waits for the others in one collective."""
+
+    def __init__(self, size: int, patience: float = 60.0) -> None:
+        self.size = size
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._open: dict[int, _Collective] = {}
+        self._next = [0] * size
+        self._broken: str | None = None
+
+    def group(self, rank: int, ranks_per_node: int | None = None) -> EPGroup:
+        """For the thread that is this rank; tokens and votes go over one sequence."""
+        pg: Any = ThreadGroup(self, rank)
+        return EPGroup(rank, self.size, ranks_per_node or self.size, pg, pg)
+
+    @property
+    def num_collectives(self) -> int:
+        """Made so far, by the rank that made the most."""
+        return max(self._next)
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """A rank ends: all that wait, or will, get ThreadGroupBroken. The first cause stays."""
+        with self._lock:
+            self._break(f"rank {rank} ended: {type(error).__name__}: {error}")
+
+    def run(self, body: Callable[[int], None], stack_bytes: int | None = None) -> None:
+        """body(rank) on a thread for each rank; the first error of a rank ends all and is raised.
+        stack_bytes: of each thread."""
+        errors: list[BaseException] = []
+
+        def rank_main(rank: int) -> None:
+            try:
+                body(rank)
+            except BaseException as error:
+                errors.append(error)  # before the others can fail because of it
+                self.abort(rank, error)
+
+        before = threading.stack_size(stack_bytes or 0)
+        try:
+            threads = [
+                threading.Thread(target=rank_main, args=(rank,), daemon=True)
+                for rank in range(self.size)
+            ]
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: no thread is left behind in a collective
+            with self._lock:
+                self._break("interrupted")
+            for thread in threads:
+                thread.join()
+            raise
+        if errors:
+            raise errors[0]
+
+    # -- for the groups --------------------------------------------------------------------
+
+    def give(self, rank: int, kind: str, given: Any) -> tuple[int, _Collective]:
+        """Put a rank's part on the board -> number of the collective, and itself."""
+        with self._lock:
+            self._stop_if_broken()
+            number = self._next[rank]
+            self._next[rank] += 1
+            one = self._open.get(number)
+            if one is None:
+                one = _Collective(kind, self.size, self.size, [None] * self.size)
+                self._open[number] = one
+            if one.kind != kind:
+                self._break(f"collective {number}: rank {rank} makes {kind}, others {one.kind}")
+                self._stop_if_broken()
+            one.given[rank] = given
+            one.missing -= 1
+            if one.missing == 0:
+                if kind == "all_to_all_single":
+                    one.starts = np.stack([starts for _, starts in one.given])
+                one.complete.set()
+            return number, one
+
+    def take(self, number: int, one: _Collective) -> None:
+        """Wait until all ranks gave their parts."""
+        if not one.complete.wait(self._patience):
+            with self._lock:
+                absent = [rank for rank, part in enumerate(one.given) if part is None]
+                self._break(
+                    f"collective {number} ({one.kind}): no word of ranks {absent[:8]} for "
+                    f"{self._patience:g} s"
+                )
+        if one.missing:
+            self._stop_if_broken()
+
+    def taken(self, number: int, one: _Collective) -> None:
+        with self._lock:
+            one.untaken -= 1
+            if one.untaken == 0:
+                del self._open[number]
+
+    def mismatch(self, number: int, what: str) -> None:
+        with self._lock:
+            self._break(f"collective {number}: {what}")
+            self._stop_if_broken()
+
+    def _break(self, reason: str) -> None:
+        if self._broken is None:
+            self._broken = reason
+        for one in self._open.values():
+            one.complete.set()
+
+    def _stop_if_broken(self) -> None:
+        if self._broken is not None:
+            raise ThreadGroupBroken(f"thread group: {self._broken}")
+
+
+class ThreadGroup:
+    """One rank's end of a board. Methods are those by which torch.distributed reaches a group."""
+
+    def __init__(self, board: ThreadBoard, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, out_splits: Any, splits: Any, opts: Any = None
+    ) -> _Work:
+        size = self._board.size
+        if not len(splits):
+            splits = [x.shape[0] // size] * size
+        expected = np.asarray(out_splits if len(out_splits) else [out.shape[0] // size] * size)
+        starts = np.concatenate(([0], np.cumsum(splits)))
+        number, one = self._board.give(self._rank, "all_to_all_single", (x.clone(), starts))
+
+        def wait() -> None:
+            self._board.take(number, one)
+            assert one.starts is not None
+            begin, end = one.starts[:, self._rank], one.starts[:, self._rank + 1]
+            if (end - begin != expected).any():
+                peer = int(np.flatnonzero(end - begin != expected)[0])
+                self._board.mismatch(
+                    number,
+                    f"rank {peer} sends {(end - begin)[peer]} rows to rank {self._rank}, which "
+                    f"expects {expected[peer]}",
+                )
+            parts = [one.given[r][0][begin[r] : end[r]] for r in np.flatnonzero(end > begin)]
+            if parts:
+                out.copy_(torch.cat(parts))
+            self._board.taken(number, one)
+
+        return _Work(wait)
+
+    def allgather(self, outs: Any, xs: Any, opts: Any = None) -> _Work:
+        return self._gather("all_gather", xs[0], lambda given: _each(outs[0], given))
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+        return self._gather("all_gather_single", x, lambda given: out.copy_(torch.cat(given)))
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> _Work:
+        rows = out.shape[0]
+        mine = slice(self._rank * rows, (self._rank + 1) * rows)
+
+        def add_up(given: list[Tensor]) -> None:
+            out.zero_()
+            for part in given:
+                out.add_(part[mine])
+
+        return self._gather("reduce_scatter_single", x, add_up)
+
+    # Names before torch 2.13.
+    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _gather(self, kind: str, x: Tensor, finish: Callable[[list[Tensor]], Any]) -> _Work:
+        number, one = self._board.give(self._rank, kind, x.clone())
+
+        def wait() -> None:
+            self._board.take(number, one)
+            shapes = {tuple(part.shape) for part in one.given}
+            if len(shapes) > 1:
+                self._board.mismatch(number, f"{kind}: ranks give {sorted(shapes)}")
+            finish(one.given)
+            self._board.taken(number, one)
+
+        return _Work(wait)
+
+
+def _each(outs: list[Tensor], given: list[Tensor]) -> None:
+    for out, part in zip(outs, given, strict=True):
+        out.copy_(part)
+
+
+class ThreadedCollective(CollectiveDispatcher):
+    """`torch` over a thread group: the same but for its probe, which asks torch for the group's
+    backend, and torch knows this group not by name."""
+
+    @staticmethod
+    def probe(group: EPGroup, config: DispatchConfig) -> Probe:
+        return _divides(group, config)
+
+
+class ThreadedAllGather(AllGatherDispatcher):
+    """`allgather` over a thread group; see ThreadedCollective."""
+
+    @staticmethod
+    def probe(group: EPGroup, config: DispatchConfig) -> Probe:
+        return _divides(group, config)
+
+
+def _divides(group: EPGroup, config: DispatchConfig) -> Probe:
+    if config.num_physical_experts % group.size:
+        slots = config.num_physical_experts
+        return Probe(False, f"num_physical_experts={slots} does not divide by {group.size} ranks")
+    return Probe(True, f"over threads, {group.size} ranks")

@@ -1,0 +1,65 @@
+"""`moeserve plan --rehearse`: a published layout at its full size, here, and what came of it.
+
+Knows how a rehearsal's report is shown. What a rehearsal does: launch/rehearse.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.experts.units import show_bytes, show_seconds
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from launch.rehearse import Report
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was typed."""
+
+    rehearse: str | None
+    routing: str
+    trace: Path | None
+    seed: int
+    dispatch: str
+    as_json: bool
+
+    def run(self) -> None:
+        """ConfigError for the flags or the trace; RehearsalFailed if outputs are wrong. With
+        as_json the last line of stdout is one object, in either case."""
+        from launch.rehearse import REHEARSALS, Rehearsal
+
+        if self.rehearse is None:
+            raise ConfigError([f"plan: give --rehearse NAME; valid are {', '.join(REHEARSALS)}"])
+        asked = Rehearsal(self.rehearse, self.routing, self.trace, self.seed, self.dispatch)
+        report = asked.run()
+        if self.as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show(report)
+        sys.stdout.flush()
+        report.check()
+
+
+def show(report: Report) -> None:
+    print(
+        f"{report.rehearsal}: layout {report.layout}, {report.ranks} ranks on {report.nodes} nodes"
+    )
+    idle = report.idle_rank_steps / (report.ranks * report.steps)
+    rows = (
+        ("experts a layer", f"{report.experts} in {report.slots} slots"),
+        ("layers, steps", f"{report.layers}, {report.steps} ({report.generations} placements)"),
+        ("routing", f"{report.routing}, seed {report.seed}"),
+        ("tokens", f"{report.tokens} ({100 * idle:.0f} % of ranks idle in a step)"),
+        ("collectives", f"{report.collectives} on every rank, dispatcher {report.dispatch}"),
+        ("sent", show_bytes(report.bytes_sent)),
+        ("largest error", f"{report.max_error:.3g} against the dense fp32 reference"),
+        ("time, memory", f"{show_seconds(report.seconds)}, {show_bytes(report.peak_memory_bytes)}"),
+    )
+    for name, value in rows:
+        print(f"  {name:16} {value}")

@@ -1,0 +1,433 @@
+"""Rehearsals: a published layout at its full number of ranks, on tiny tensors, in one process.
+
+True are the placement (named layout and planner, replanned once while running), the gate, the
+routing to replicas, the dispatcher, lockstep and the order of collectives; ranks are threads, and
+experts are so small that their output can be worked out densely, in fp32, for every token.
+
+A step is what a rank does in a job: vote, agree, set the bound, then every layer, with tokens or
+without. Idle ranks are many; in one step a single rank has work.
+
+Knows: layouts, placement, dispatchers, lockstep. Knows nothing of checkpoints or requests.
+
+Shape letters: T tokens, D hidden, K top-k, E logical experts, R ranks, L layers, I intermediate.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dispatch.base import DispatchConfig, Dispatcher, Received
+from dispatch.permute import permute
+from dispatch.route import RoutingTable, route, token_keys
+from dispatch.thread_group import ThreadBoard, ThreadedAllGather, ThreadedCollective
+from ep.group import EPGroup
+from ep.placement import ExpertPlacement
+from ep.planner import plan
+from ep.presets import PRESETS, Layout
+from ep.trace import Trace, read_trace
+from launch.experts.source import files_problems_told
+from models.deepseek.kernels.base import GateSpec
+from models.deepseek.kernels.select import create_kernels
+from moeserve.errors import ConfigError, MoeserveError
+from moeserve.lockstep import Lockstep, Phase, Vote
+
+# What can be rehearsed -> the layout (ep/presets.py), the phase, most tokens of a rank in a step.
+REHEARSALS = {
+    "v3-decode-320": ("decode-ep320", Phase.DECODE, 8),
+    "v3-decode-144": ("decode-ep144", Phase.DECODE, 16),
+    "v3-prefill-32": ("prefill-ep32", Phase.PREFILL, 96),
+}
+ROUTINGS = ("random", "trace")
+DISPATCHERS = {"torch": ThreadedCollective, "allgather": ThreadedAllGather}
+HIDDEN, INTERMEDIATE, TOP_K = 16, 8, 8
+NUM_LAYERS, NUM_STEPS = 4, 4
+IDLE_SHARE = 0.25
+TOLERANCE = 1e-5  # outputs are about 1; a wrong expert is off by as much
+_STACK_BYTES = 1 << 20  # of a rank's thread
+_SPEC = GateSpec(TOP_K, 8, 4, "sigmoid", "top2", renormalise=True, scale=2.5)
+
+
+class RehearsalFailed(MoeserveError):
+    """Outputs are not those of the dense reference."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """tokens: of all ranks and steps. max_error: largest absolute difference from the reference, of
+    any value of any token after the last layer. seconds: all of it, planning included."""
+
+    rehearsal: str
+    layout: str
+    routing: str
+    dispatch: str
+    seed: int
+    ranks: int
+    nodes: int
+    experts: int  # logical, of a layer
+    slots: int
+    layers: int
+    steps: int
+    generations: int  # placements that were in force
+    tokens: int
+    idle_rank_steps: int
+    collectives: int
+    bytes_sent: int
+    max_error: float
+    seconds: float
+    peak_memory_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self) -> None:
+        """RehearsalFailed if a token's output is not the reference's."""
+        if not self.max_error <= TOLERANCE:  # NaN fails too
+            raise RehearsalFailed(
+                f"{self.rehearsal}: max_error={self.max_error:.3g}; at most {TOLERANCE:g} is the "
+                "rounding of fp32"
+            )
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Everything is checked when made; ConfigError. trace: a file of loads (`ep.trace`), by which
+    experts are drawn and placed; goes with routing "trace"."""
+
+    name: str
+    routing: str = "random"
+    trace: Path | None = None
+    seed: int = 0
+    dispatch: str = "torch"
+
+    def __post_init__(self) -> None:
+        problems = []
+        for flag, value, valid in (
+            ("--rehearse", self.name, REHEARSALS),
+            ("--routing", self.routing, ROUTINGS),
+            ("--dispatch", self.dispatch, DISPATCHERS),
+        ):
+            if value not in valid:
+                problems.append(f"{flag} {value}: valid are {', '.join(valid)}")
+        if self.routing == "trace" and self.trace is None:
+            problems.append("--routing trace: give the file too: --routing trace FILE")
+        if self.routing == "random" and self.trace is not None:
+            problems.append(f"{self.trace}: a file of loads goes with --routing trace")
+        if self.seed < 0:
+            problems.append(f"--seed {self.seed}: must be at least 0")
+        if problems:
+            raise ConfigError(problems)
+
+    def run(self) -> Report:
+        """Outputs are judged by `Report.check`. ConfigError for the trace; what a rank raises."""
+        began = time.monotonic()
+        with one_thread_a_rank():
+            play = _Play.prepare(self)
+            board = ThreadBoard(play.layout.num_gpus)
+            ranks = [_Rank(play, board, rank) for rank in range(board.size)]
+            board.run(lambda rank: ranks[rank].run(), _STACK_BYTES)
+        report = Report(
+            rehearsal=self.name,
+            layout=play.layout.name,
+            routing=self.routing if self.trace is None else f"trace {self.trace}",
+            dispatch=self.dispatch,
+            seed=self.seed,
+            ranks=board.size,
+            nodes=play.layout.num_nodes,
+            experts=play.layout.num_logical_experts,
+            slots=play.layout.num_slots,
+            layers=NUM_LAYERS,
+            steps=NUM_STEPS,
+            generations=len({placement.generation for placement in play.placements}),
+            tokens=int(play.tokens.sum()),
+            idle_rank_steps=int((play.tokens == 0).sum()),
+            collectives=board.num_collectives,
+            bytes_sent=sum(rank.bytes_sent for rank in ranks),
+            max_error=max(rank.max_error for rank in ranks),
+            seconds=round(time.monotonic() - began, 3),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+        if sum(rank.num_checked for rank in ranks) != report.tokens:
+            raise RehearsalFailed(f"{self.name}: not every token came out of the last layer")
+        return report
+
+
+@contextmanager
+def one_thread_a_rank() -> Iterator[None]:
+    """Else torch keeps a team of compute threads for each of hundreds of callers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- what all ranks know --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Play:
+    """Drawn from the seed before ranks start; read only. The hosted shared expert is the last of E.
+
+    tokens [steps, R]; inputs and outputs[step, rank] [T, D]; placements, tables: one a step.
+    """
+
+    layout: Layout
+    phase: Phase
+    dispatch: str
+    router: _Router
+    experts: _Experts
+    tokens: NDArray[np.int64]
+    inputs: dict[tuple[int, int], Tensor]
+    outputs: dict[tuple[int, int], Tensor]
+    placements: list[ExpertPlacement]
+    tables: list[list[RoutingTable]]
+
+    @classmethod
+    def prepare(cls, asked: Rehearsal) -> _Play:
+        preset, phase, most = REHEARSALS[asked.name]
+        layout = PRESETS[preset]
+        loads = None if asked.trace is None else _loads_of(asked.trace, layout)
+        g = torch.Generator().manual_seed(asked.seed)
+        router, experts = _Router.draw(g, asked.seed, layout, loads), _Experts.draw(g, layout)
+        tokens = _draw_tokens(asked.seed, layout.num_gpus, most)
+        inputs, outputs = {}, {}
+        counts = np.zeros((NUM_LAYERS, layout.num_logical_experts))
+        for step, rank in np.argwhere(tokens).tolist():
+            x = torch.randn(int(tokens[step, rank]), HIDDEN, generator=g)
+            inputs[step, rank] = x
+            for layer in range(NUM_LAYERS):
+                ids, weights = router.choose(x, step, layer, rank)
+                counts[layer] += np.bincount(ids.flatten(), minlength=counts.shape[1])
+                x = x + experts.dense(x, layer, ids, weights)
+            outputs[step, rank] = x
+        placements = _plan(layout, loads, counts)
+        tables = [[RoutingTable.build(p, i) for i in range(NUM_LAYERS)] for p in placements]
+        # The second half of the steps runs under what the loads of all of them ask for.
+        by_step = [step * len(placements) // NUM_STEPS for step in range(NUM_STEPS)]
+        return cls(
+            layout,
+            phase,
+            asked.dispatch,
+            router,
+            experts,
+            tokens,
+            inputs,
+            outputs,
+            [placements[i] for i in by_step],
+            [tables[i] for i in by_step],
+        )
+
+
+@dataclass(frozen=True)
+class _Router:
+    """random: the true gate, by groups, over a random router. Of a trace: experts drawn without
+    return by their share of the layer's load, the gate's scores as weights."""
+
+    seed: int
+    gate: Any  # Kernels.gate
+    weights: Tensor  # [L, 256, D]
+    shares: Tensor | None  # [L, 256] log of the share
+    hosted: bool
+
+    @classmethod
+    def draw(
+        cls, g: torch.Generator, seed: int, layout: Layout, loads: NDArray[np.float64] | None
+    ) -> _Router:
+        weights = torch.randn(NUM_LAYERS, layout.routed_experts, HIDDEN, generator=g)
+        shares = None
+        if loads is not None:
+            # An expert that had none in the file may still be picked, now and then.
+            smooth = loads + loads.mean(axis=1, keepdims=True) * 1e-3 + 1e-30
+            shares = torch.from_numpy(smooth / smooth.sum(axis=1, keepdims=True)).float().log()
+        gate = create_kernels("torch").kernels.gate
+        return cls(seed, gate, weights, shares, layout.shared == "hosted")
+
+    def choose(self, x: Tensor, step: int, layer: int, rank: int) -> tuple[Tensor, Tensor]:
+        """x [T, D] of this step, layer and home rank -> ids [T, K'] int32, weights [T, K'] fp32; K'
+        = K and the hosted shared expert, which every token picks with weight 1."""
+        weight = self.weights[layer]
+        if self.shares is None:
+            ids, weights = self.gate(x, weight, None, _SPEC)
+        else:
+            g = torch.Generator().manual_seed(((self.seed * 64 + step) * 64 + layer) * 4096 + rank)
+            drawn = torch.rand(x.shape[0], len(weight), generator=g).clamp(1e-20, 1 - 1e-7)
+            ids = (
+                (self.shares[layer] - (-drawn.log()).log())
+                .topk(_SPEC.top_k)
+                .indices.to(torch.int32)
+            )
+            scores = (x[:, None, :] * weight[ids.long()]).sum(-1).sigmoid()
+            weights = scores / scores.sum(-1, keepdim=True) * _SPEC.scale
+        if self.hosted:
+            one = torch.ones(x.shape[0], 1)
+            ids = torch.cat([ids, one.to(torch.int32) * len(weight)], 1)
+            weights = torch.cat([weights, one], 1)
+        return ids, weights
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """relu(x up) down, so small that a row's own weights can be gathered for it. Sums run along the
+    last dimension of each row alone, so a row's output does not depend on its company.
+
+    up [L, E, I, D], down [L, E, D, I]; the last of E is the shared expert, hosted or not.
+    """
+
+    up: Tensor
+    down: Tensor
+    hosted: bool
+
+    @classmethod
+    def draw(cls, g: torch.Generator, layout: Layout) -> _Experts:
+        shape = (NUM_LAYERS, layout.routed_experts + 1, INTERMEDIATE, HIDDEN)
+        up = torch.randn(shape, generator=g) * HIDDEN**-0.5
+        down = torch.randn((*shape[:2], HIDDEN, INTERMEDIATE), generator=g) * 0.2
+        return cls(up, down, layout.shared == "hosted")
+
+    def rows(self, x: Tensor, layer: int, experts: Tensor) -> Tensor:
+        """x [Q, D], experts [Q] int64 -> [Q, D]."""
+        inner = (x[:, None, :] * self.up[layer, experts]).sum(-1).relu()
+        return (inner[:, None, :] * self.down[layer, experts]).sum(-1)
+
+    def shared(self, x: Tensor, layer: int) -> Tensor | float:
+        """What each rank adds of its own where the shared expert is replicated."""
+        last = torch.full((x.shape[0],), self.up.shape[1] - 1)
+        return 0.0 if self.hosted else self.rows(x, layer, last)
+
+    def dense(self, x: Tensor, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
+        """The reference: every expert for every token, then what the token chose. [T, D] fp32."""
+        inner = torch.einsum("td,eid->tei", x, self.up[layer]).relu()
+        every = torch.einsum("tei,edi->ted", inner, self.down[layer])
+        picked = every.gather(1, ids.long()[:, :, None].expand(-1, -1, HIDDEN))
+        return (picked * weights[:, :, None]).sum(1) + self.shared(x, layer)
+
+
+def _loads_of(path: Path, layout: Layout) -> NDArray[np.float64]:
+    """[L, 256]; layers repeat where the file has fewer. A hosted shared expert's column is left
+    out: every token picks it."""
+    with files_problems_told(str(path)):
+        trace: Trace = read_trace(path)
+    totals, routed = trace.totals, layout.routed_experts
+    if totals.shape[1] not in (routed, routed + 1):
+        raise ConfigError(
+            [f"{path}: {totals.shape[1]} experts a layer; {layout.name} has {routed}"]
+        )
+    return np.asarray(totals[np.arange(NUM_LAYERS) % len(totals), :routed], np.float64)
+
+
+def _draw_tokens(seed: int, ranks: int, most: int) -> NDArray[np.int64]:
+    """[steps, R]: a full step, then idle ranks, then work on a single rank, then few tokens."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, most + 1, (NUM_STEPS, ranks))
+    tokens[0, rng.integers(ranks)] = most
+    tokens[1, rng.random(ranks) < IDLE_SHARE] = 0
+    alone = rng.integers(ranks)
+    tokens[2, np.arange(ranks) != alone] = 0
+    tokens[3] = np.where(rng.random(ranks) < IDLE_SHARE, 0, 1)
+    return tokens
+
+
+def _plan(
+    layout: Layout, loads: NDArray[np.float64] | None, counts: NDArray[np.float64]
+) -> list[ExpertPlacement]:
+    """Before and after: by what is known at the start (the trace, or nothing), then by what was
+    counted, moving from the first."""
+    first = np.full((NUM_LAYERS, layout.routed_experts), 1.0) if loads is None else loads + 1e-9
+    if layout.shared == "hosted":
+        every_token = first.sum(axis=1, keepdims=True) / TOP_K
+        first = np.concatenate([first, every_token], axis=1)
+
+    def planned(loads: NDArray[np.float64], previous: ExpertPlacement | None) -> ExpertPlacement:
+        return plan(
+            loads,
+            num_gpus=layout.num_gpus,
+            num_slots_per_gpu=layout.slots_per_gpu,
+            num_nodes=layout.num_nodes,
+            num_groups=layout.num_groups,
+            previous=previous,
+            options=layout.options(),
+        ).placement
+
+    before = planned(first, None)
+    return [before, planned(counts, before)]
+
+
+# -- what each rank does --------------------------------------------------------------------------
+
+
+class _Rank:
+    """One thread's part; the tokens of one rank through all steps and layers."""
+
+    def __init__(self, play: _Play, board: ThreadBoard, rank: int) -> None:
+        self._play = play
+        self._group: EPGroup = board.group(rank, play.layout.gpus_per_node)
+        config = DispatchConfig(
+            hidden_size=HIDDEN,
+            top_k=TOP_K + (play.layout.shared == "hosted"),
+            num_physical_experts=play.layout.num_slots,
+            max_tokens_per_rank=int(play.tokens.max()),
+            dtype=torch.float32,
+            deterministic=True,
+        )
+        self._dispatcher: Dispatcher = DISPATCHERS[play.dispatch](self._group, config)
+        self.max_error = 0.0
+        self.num_checked = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._dispatcher.stats.bytes_sent
+
+    def run(self) -> None:
+        lockstep, play, rank = Lockstep(self._group), self._play, self._group.rank
+        vote = Vote(has_work=False, wants_stop=True, placement_generation=0)
+        for step, tokens in enumerate(play.tokens[:, rank].tolist()):
+            generation = play.placements[step].generation
+            vote = replace(vote, placement_generation=generation)
+            busy = replace(vote, has_work=True, num_tokens=tokens, phase=play.phase)
+            agreed = lockstep.agree(busy if tokens else vote)
+            if not agreed.run or agreed.num_tokens != tuple(play.tokens[step].tolist()):
+                raise RehearsalFailed(f"step {step}: rank {rank} learnt another step in lockstep")
+            self._dispatcher.set_step_bound(agreed.max_tokens)
+            self._step(step)
+        if not lockstep.agree(vote).stop:
+            raise RehearsalFailed(f"rank {rank}: lockstep goes on though no rank has work")
+
+    def _step(self, step: int) -> None:
+        play, key = self._play, (step, self._group.rank)
+        x = play.inputs[key] if key in play.inputs else torch.zeros(0, HIDDEN)
+        for layer in range(NUM_LAYERS):
+            ids, weights = play.router.choose(x, step, layer, self._group.rank)
+            keys = token_keys(x.shape[0], self._group.rank)
+            slots = route(ids, play.tables[step][layer], keys)
+            handle = self._dispatcher.dispatch_start(x, slots, weights)
+            shared = play.experts.shared(x, layer)  # while tokens travel
+            received = self._dispatcher.dispatch_finish(handle)
+            y, index = self._experts(received, play.placements[step], layer)
+            self._dispatcher.combine_start(handle, y, index)
+            x = x + (self._dispatcher.combine_finish(handle) + shared)
+        if x.shape[0]:
+            error = float((x - play.outputs[key]).abs().max())
+            self.max_error = error if not error <= self.max_error else self.max_error
+            self.num_checked += x.shape[0]
+
+    def _experts(
+        self, received: Received, placement: ExpertPlacement, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """The grouped experts' order: rows of one slot together -> y [Q, D], index [N, K]."""
+        order = permute(received.slots, received.counts)
+        hosted = placement.physical_to_logical[layer][placement.slots_of(self._group.rank)]
+        experts = torch.from_numpy(hosted.copy()).repeat_interleave(received.counts)
+        x = received.x.index_select(0, order.pair_rows)
+        return self._play.experts.rows(x, layer, experts), order.index

@@ -1,0 +1,103 @@
+"""`moeserve plan --rehearse`: the published layouts at full size, and that a wrong one is found."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import launch.rehearse
+from dispatch.route import RoutingTable
+from launch.cli import app
+from launch.plan import show
+from launch.rehearse import REHEARSALS, Rehearsal, RehearsalFailed
+from moeserve.errors import ConfigError
+
+NUMBERS = ("ranks", "tokens", "max_error", "seconds", "peak_memory_bytes")
+
+
+def test_320_ranks_say_what_the_dense_reference_says() -> None:
+    done = CliRunner().invoke(app, ["plan", "--rehearse", "v3-decode-320", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert all(name in report for name in NUMBERS)
+    assert (report["ranks"], report["nodes"], report["slots"]) == (320, 40, 320)
+    assert report["experts"] == 257 and report["generations"] == 2
+    assert report["idle_rank_steps"] > 320  # one step has work on a single rank
+    assert report["tokens"] > 1000 and report["max_error"] < 1e-5
+    assert report["peak_memory_bytes"] < 2 << 30
+    assert threading.active_count() < 50
+
+
+@pytest.mark.parametrize("dispatch", ["torch", "allgather"])
+def test_prefill_of_a_skewed_trace(
+    dispatch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = np.random.default_rng(0).zipf(1.5, (3, 256)).clip(max=10**5)
+    loads[1] = 0  # a layer of which nothing is known
+    np.savez(tmp_path / "loads.npz", loads=loads)
+    report = Rehearsal(
+        "v3-prefill-32", "trace", tmp_path / "loads.npz", seed=5, dispatch=dispatch
+    ).run()
+    report.check()
+    assert (report.ranks, report.slots, report.dispatch) == (32, 288, dispatch)
+    assert report.max_error < 1e-5 and report.tokens > 1000
+    show(report)
+    assert "32 ranks on 4 nodes" in capsys.readouterr().out
+
+
+def test_the_same_seed_is_the_same_rehearsal() -> None:
+    first, again, other = (Rehearsal("v3-prefill-32", seed=seed).run() for seed in (1, 1, 2))
+    same = ("tokens", "bytes_sent", "max_error", "idle_rank_steps", "collectives")
+    values = [[getattr(report, name) for name in same] for report in (first, again, other)]
+    assert values[0] == values[1] != values[2]
+
+
+def test_decode_144() -> None:
+    report = Rehearsal("v3-decode-144").run()
+    report.check()
+    assert (report.ranks, report.slots, report.nodes) == (144, 288, 18)
+
+
+def test_a_wrong_expert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = RoutingTable.build
+
+    def crossed(placement, layer, device="cpu"):
+        table = build(placement, layer, device)
+        if layer == 2:
+            table.slots[7] = table.slots[8]
+        return table
+
+    monkeypatch.setattr(RoutingTable, "build", crossed)
+    report = Rehearsal("v3-prefill-32").run()
+    assert report.max_error > 1e-2
+    with pytest.raises(RehearsalFailed, match="v3-prefill-32: max_error=.*at most 1e-05"):
+        report.check()
+
+
+def test_a_rank_that_fails_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self, step: int) -> None:
+        if self._group.rank == 9 and step == 1:
+            raise ArithmeticError("rank 9")
+
+    monkeypatch.setattr(launch.rehearse._Rank, "_step", fails)
+    with pytest.raises(ArithmeticError, match="rank 9"):
+        Rehearsal("v3-prefill-32").run()
+
+
+def test_what_was_typed_is_checked_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Rehearsal("v3", routing="trace", seed=-1, dispatch="pigeon")
+    said = str(caught.value).splitlines()
+    assert len(said) == 4 and all(any(name in line for line in said) for name in REHEARSALS)
+    with pytest.raises(ConfigError, match="goes with --routing trace"):
+        Rehearsal("v3-prefill-32", trace=tmp_path / "x.npz")
+    np.savez(tmp_path / "few.npz", loads=np.ones((2, 64)))
+    with pytest.raises(ConfigError, match="64 experts a layer; prefill-ep32 has 256"):
+        Rehearsal("v3-prefill-32", "trace", tmp_path / "few.npz").run()
+    with pytest.raises(ConfigError, match="none.npz: cannot be read"):
+        Rehearsal("v3-prefill-32", "trace", tmp_path / "none.npz").run()
