@@ -42,7 +42,15 @@ class _Collective:
     untaken: int
     given: list[Any]
     complete: threading.Event = field(default_factory=threading.Event)
-    starts: NDArray[np.int64] | None = None  # [R, R + 1] of all_to_all: where each share begins
+    rows: Tensor | None = None  # of all_to_all: what all ranks gave, one after the other
+    starts: NDArray[np.int64] | None = None  # [R, R + 1], of all_to_all: where shares begin in rows
+
+    def join(self) -> None:
+        """Once for all receivers: a slice of each sender for each of them would be R * R slices."""
+        parts = [part for part, _ in self.given]
+        before = np.cumsum([0, *(part.shape[0] for part in parts[:-1])])
+        self.rows = torch.cat(parts)
+        self.starts = np.stack([starts for _, starts in self.given]) + before[:, None]
 
 
 class _Work:
@@ -135,7 +143,7 @@ class ThreadBoard:
             one.missing -= 1
             if one.missing == 0:
                 if kind == "all_to_all_single":
-                    one.starts = np.stack([starts for _, starts in one.given])
+                    one.join()
                 one.complete.set()
             return number, one
 
@@ -192,18 +200,20 @@ class ThreadGroup:
 
         def wait() -> None:
             self._board.take(number, one)
-            assert one.starts is not None
-            begin, end = one.starts[:, self._rank], one.starts[:, self._rank + 1]
-            if (end - begin != expected).any():
-                peer = int(np.flatnonzero(end - begin != expected)[0])
+            assert one.starts is not None and one.rows is not None
+            begin = one.starts[:, self._rank]
+            counts = one.starts[:, self._rank + 1] - begin
+            if (counts != expected).any():
+                peer = int(np.flatnonzero(counts != expected)[0])
                 self._board.mismatch(
                     number,
-                    f"rank {peer} sends {(end - begin)[peer]} rows to rank {self._rank}, which "
-                    f"expects {expected[peer]}",
+                    f"rank {peer} sends {counts[peer]} rows to rank {self._rank}, which expects "
+                    f"{expected[peer]}",
                 )
-            parts = [one.given[r][0][begin[r] : end[r]] for r in np.flatnonzero(end > begin)]
-            if parts:
-                out.copy_(torch.cat(parts))
+            # A row's number, plus how far its share begins beyond the rows before it.
+            shift = np.repeat(begin - (np.cumsum(counts) - counts), counts)
+            at = torch.from_numpy(shift + np.arange(len(shift)))
+            out.copy_(one.rows.index_select(0, at))
             self._board.taken(number, one)
 
         return _Work(wait)
