@@ -41,6 +41,8 @@ CASES = (
     ("bundled", "bfloat16", 3),
     ("bundled", "bfloat16", 0),
 )
+# The others go over what "auto" chooses.
+DISPATCH = {("kimi", "bfloat16", 3): "allgather", ("bundled", "bfloat16", 0): "allgather"}
 # Where request i of n runs, for R ranks: everywhere, all on one rank, most on the last one.
 HOMES = {
     "spread": lambda i, ranks: i % ranks,
@@ -92,10 +94,12 @@ def requests(vocab: int) -> list[Request]:
     return made
 
 
-def load(folder: Path, dtype: str, redundant: int, group: EPGroup) -> Engine:
+def load(
+    folder: Path, dtype: str, redundant: int, group: EPGroup, dispatch: str = "auto"
+) -> Engine:
     settings: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": folder, "dtype": dtype},
-        "parallel": {"redundant_experts": redundant, "ep": group.size},
+        "parallel": {"redundant_experts": redundant, "ep": group.size, "dispatch": dispatch},
         "cache": {"kv_tokens": 256},
         "schedule": {"max_model_len": LENGTH},
     }
@@ -152,7 +156,9 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
         checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
         if not (checkpoint / "config.json").is_file():
             continue
-        loaded = load(checkpoint, dtype, redundant, group)
+        over = DISPATCH.get((name, dtype, redundant), "auto")
+        loaded = load(checkpoint, dtype, redundant, group, over)
+        assert over in ("auto", loaded.runner.model.dispatcher.name)
         asked = requests(loaded.runner.model.config.vocab_size)
         if rank == 0 and f"{name}-{dtype}" not in plain:
             alone = EPGroup.single()
