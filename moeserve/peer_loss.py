@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # By name, so that a process without torch can ask: dispatch.base, moeserve.lockstep, torch.
 _PEER_TYPES = ("PeerError", "PeerFailed", "DistBackendError", "DistNetworkError")
-# What gloo and the store say when the other end is gone: plain RuntimeErrors.
+# What gloo, the store and DeepEP say when the other end is gone: plain RuntimeErrors.
 _PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -22,6 +22,8 @@ _PEER_TEXTS = (
     "Rank closed the connection",
     "recvValue failed",
     "sendBytes failed",
+    "DeepEP error: timeout",
+    "DeepEP error: CPU recv timeout",
 )
 
 

@@ -21,18 +21,21 @@ from dispatch.base import (
     DispatchConfig,
     Dispatcher,
     DispatchError,
+    Handle,
+    Layout,
     PeerError,
     Received,
 )
+from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
 from dispatch.route import RoutingTable, route, token_keys
 from dispatch.selfcheck import (
     CheckCase,
     differences,
     expected,
+    expert_output,
     make_case,
     outputs,
     random_placement,
-    run_case,
 )
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
@@ -44,9 +47,14 @@ PATIENCE = 10.0  # seconds within which a step that fails has ended on every ran
 
 @dataclass(frozen=True)
 class Contender:
-    """One backend and what it is able to. hidden: at which corners are tried. hidden_sizes, top_ks:
-    those of the shapes that it takes. summed_error: of the largest result, in the SUMMED form in
-    bfloat16; 0 is bit by bit. hooks: for its constructor."""
+    """One backend and what it is able to. The first of forms serves where one will do.
+
+    hidden: at which corners are tried. hidden_sizes, top_ks: of the shapes that it takes.
+    summed_error: of the largest result, in the SUMMED form in bfloat16; 0 is bit by bit. together:
+    when one rank refuses, all end at that layer (else peers wait for the backend's own timeout,
+    which is not tried). kind: its class, where its name alone would not make it. hooks: for its
+    constructor.
+    """
 
     name: str
     ranks: tuple[int, ...] = (2, 4, 8)
@@ -56,9 +64,15 @@ class Contender:
     hidden_sizes: tuple[int, ...] = (128, 256, 512, 1024, 1536, 2048, 4096, 5120, 7168)
     top_ks: tuple[int, ...] = tuple(range(1, 12))
     summed_error: float = 0.0
+    layout: Layout = Layout.ROUTED
+    deterministic: bool = True
+    together: bool = True
+    kind: Callable[..., Dispatcher] | None = None  # where its name alone would not make it
     hooks: dict[str, Any] = field(default_factory=dict)
 
     def make(self, group: EPGroup, config: DispatchConfig, form: CombineForm) -> Dispatcher:
+        if self.kind is not None:
+            return self.kind(group, config, combine_form=form, **self.hooks)
         return create_dispatcher(
             self.name, group, config, combine_form=form, **self.hooks
         ).dispatcher
@@ -78,6 +92,20 @@ CONTENDERS = (
     Contender("torch"),
     # A sum in bfloat16 of up to 8 ranks' shares: an addition may round by 2**-8 of what it adds.
     Contender("allgather", summed_error=7 * 2**-8),
+    # FP8 within: 2**-4 of a value, and a bfloat16 sum.
+    Contender(
+        "deepep_ll (emulated)",
+        (2, 4, 8),
+        (CombineForm.SUMMED,),
+        (torch.bfloat16,),
+        hidden=2048,
+        hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168),
+        summed_error=2**-4 + 2**-8,
+        layout=Layout.MASKED,
+        deterministic=False,
+        together=False,
+        kind=EmulatedLowLatencyDispatcher,
+    ),  # fmt: skip
 )
 
 
@@ -138,16 +166,17 @@ def _case(
 
 
 def _config(
-    placement: ExpertPlacement, hidden: int, top_k: int, dtype: torch.dtype
+    contender: Contender, placement: ExpertPlacement, hidden: int, top_k: int, dtype: torch.dtype
 ) -> DispatchConfig:
-    return DispatchConfig(hidden, top_k, placement.num_physical_experts, MOST, dtype, True)
+    slots = placement.num_physical_experts
+    return DispatchConfig(hidden, top_k, slots, MOST, dtype, contender.deterministic)
 
 
 def _trial(name: str, config: DispatchConfig, case: CheckCase, bound: int | None = None) -> Trial:
     return Trial(name, config, case, bound, {form: expected(case, form) for form in CombineForm})
 
 
-def corners(num_ranks: int, hidden: int, dtype: torch.dtype) -> Iterator[Trial]:
+def corners(contender: Contender, num_ranks: int, dtype: torch.dtype) -> Iterator[Trial]:
     """Every kind of work that a layer may meet, with and without copies and empty slots."""
     some = [(5 * rank + 3) % 7 if rank % 3 != 2 else 0 for rank in range(num_ranks)]
     one = [MOST if rank == num_ranks - 1 else 0 for rank in range(num_ranks)]
@@ -169,7 +198,7 @@ def corners(num_ranks: int, hidden: int, dtype: torch.dtype) -> Iterator[Trial]:
         # Copies: none, some (a slot or two stay empty), as many as experts.
         redundant = (0, 1 + num_ranks // 2, EXPERTS)[seed % 3]
         placement = random_placement(EXPERTS, num_ranks, redundant, seed, generation=seed)
-        config = _config(placement, hidden, 4, dtype)
+        config = _config(contender, placement, contender.hidden, 4, dtype)
         if isinstance(how, dict):
             case = make_case(config, placement, tokens, seed, **how)
         else:
@@ -178,15 +207,14 @@ def corners(num_ranks: int, hidden: int, dtype: torch.dtype) -> Iterator[Trial]:
             yield _trial(f"{name}, bound {bound}, {dtype}", config, case, bound)
 
 
-def shapes(
-    num_ranks: int, hidden_sizes: tuple[int, ...], top_ks: tuple[int, ...]
-) -> Iterator[Trial]:
+def shapes(contender: Contender, num_ranks: int) -> Iterator[Trial]:
     """Each hidden size and each top-k at least once, not each with each."""
+    hidden_sizes, top_ks = contender.hidden_sizes, contender.top_ks
     for i in range(max(len(hidden_sizes), len(top_ks))):
         hidden, top_k = hidden_sizes[i % len(hidden_sizes)], top_ks[i % len(top_ks)]
         placement = random_placement(EXPERTS, num_ranks, (i % 3) * num_ranks, i)
         tokens = [(3 * rank + i) % 4 for rank in range(num_ranks)]
-        config = _config(placement, hidden, top_k, torch.bfloat16)
+        config = _config(contender, placement, hidden, top_k, torch.bfloat16)
         case = _case(config, placement, tokens, i, _skewed if i % 2 else _random)
         bound = None if i % 2 else max(tokens)
         yield _trial(f"hidden {hidden}, top-k {top_k}", config, case, bound)
@@ -198,7 +226,7 @@ def row_of(contender: Contender, num_ranks: int) -> list[Trial]:
     for seed in range(7):
         placement = random_placement(EXPERTS, num_ranks, num_ranks, seed, generation=seed)
         tokens = [(seed * (rank + 2) + rank) % 5 * (seed != 3) for rank in range(num_ranks)]
-        config = _config(placement, contender.hidden, 4, contender.dtypes[0])
+        config = _config(contender, placement, contender.hidden, 4, contender.dtypes[0])
         case = _case(config, placement, tokens, seed, _skewed)
         row.append(_trial(f"step {seed}", config, case, (None, max(tokens), MOST)[seed % 3]))
     assert len({trial.config for trial in row}) == 1
@@ -215,12 +243,56 @@ class Trials:
     @classmethod
     def of(cls, contender: Contender, num_ranks: int) -> Trials:
         single = [
-            trial
-            for dtype in contender.dtypes
-            for trial in corners(num_ranks, contender.hidden, dtype)
+            trial for dtype in contender.dtypes for trial in corners(contender, num_ranks, dtype)
         ]
-        single += shapes(num_ranks, contender.hidden_sizes, contender.top_ks)
+        single += shapes(contender, num_ranks)
         return cls(single, row_of(contender, num_ranks))
+
+
+# -- one layer, whatever the layout -------------------------------------------------------------
+
+
+def hand_back(
+    d: Dispatcher, handle: Handle, received: Received, case: CheckCase, rank: int
+) -> None:
+    """The stand-in experts' part. In MASKED results what is not valid stays unread, and comes back
+    as NaN, which nobody may read either."""
+    if received.layout is not Layout.MASKED:
+        d.combine_start(handle, outputs(received, case, rank, d.combine_form))
+        return
+    held = case.placement.physical_to_logical[0][case.placement.slots_of(rank)].tolist()
+    y = torch.full(received.x.shape, torch.nan, dtype=received.x.dtype)
+    for slot, (expert, rows) in enumerate(zip(held, received.counts.tolist(), strict=True)):
+        ids = torch.full((rows,), expert)
+        y[slot, :rows] = expert_output(received.x[slot, :rows], ids)
+    d.combine_start(handle, y)
+
+
+def layer(d: Dispatcher, case: CheckCase, rank: int) -> tuple[Received, Tensor]:
+    handle = d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank])
+    received = d.dispatch_finish(handle)
+    hand_back(d, handle, received, case, rank)
+    return received, d.combine_finish(handle)
+
+
+def wrong_in(
+    contender: Contender, d: Dispatcher, trial: Trial, form: CombineForm, rank: int
+) -> list[str]:
+    """One layer against the twin: rows, slots, weights, counts and what comes home where rows come
+    ROUTED, and in the order of the grouped experts; else counts and what comes home."""
+    tolerance, wanted = contender.tolerance(trial, form), trial.wanted[form]
+    if contender.layout is Layout.ROUTED:
+        return differences(d, trial.case, rank, tolerance, wanted)
+    received, home = layer(d, trial.case, rank)
+    found = [] if torch.equal(received.counts, wanted[0][rank].counts) else ["received.counts"]
+    return found + differs(home, wanted[1][rank], tolerance)
+
+
+def differs(home: Tensor, wanted: Tensor, tolerance: float) -> list[str]:
+    if home.shape != wanted.shape or home.dtype != torch.float32:
+        return [f"home: {home.dtype} {list(home.shape)}, not float32 {list(wanted.shape)}"]
+    error = float((home - wanted).abs().max()) if home.numel() else 0.0
+    return [] if error <= tolerance else [f"home: differs by {error:.3g}, not {tolerance:.3g}"]
 
 
 # -- checks -------------------------------------------------------------------------------------
@@ -233,9 +305,7 @@ def check_single(contender: Contender, group: EPGroup, trials: Trials) -> list[s
         for form in contender.forms:
             d = contender.make(group, trial.config, form)
             d.set_step_bound(trial.bound)
-            wrong = differences(
-                d, trial.case, group.rank, contender.tolerance(trial, form), trial.wanted[form]
-            )
+            wrong = wrong_in(contender, d, trial, form, group.rank)
             found += [f"{trial.name}, {form.value}: {what}" for what in wrong]
             sent = d.stats.rows_sent_to_rank
             if len(sent) != group.size or d.stats.calls != 1 or d.stats.bytes_sent < 0:
@@ -253,12 +323,11 @@ def check_steps(contender: Contender, group: EPGroup, trials: Trials, steps: int
     for step in range(steps):
         trial = trials.row[step % len(trials.row)]
         d.set_step_bound(trial.bound)
-        _, home = run_case(d, trial.case, group.rank)
+        _, home = layer(d, trial.case, group.rank)
         wanted = trial.wanted[form][1][group.rank]
         kept = [*kept[-2:], (f"step {step}", home, wanted, contender.tolerance(trial, form))]
         for name, mine, right, tolerance in kept:
-            if mine.numel() and float((mine - right).abs().max()) > tolerance:
-                found.append(f"{name}, seen at {step}")
+            found += [f"{name}, seen at {step}: {w}" for w in differs(mine, right, tolerance)]
     if d.stats.calls != steps:
         found.append(f"{d.stats.calls} calls in {steps} steps")
     return found
@@ -276,18 +345,18 @@ def check_in_flight(contender: Contender, group: EPGroup, trials: Trials) -> lis
             for t in pair
         ]
         for handle, trial in zip(handles, pair, strict=True):
-            received = d.dispatch_finish(handle)
-            d.combine_start(handle, outputs(received, trial.case, rank, form))
+            hand_back(d, handle, d.dispatch_finish(handle), trial.case, rank)
         for handle, trial in reversed([*zip(handles, pair, strict=True)]):
             home, wanted = d.combine_finish(handle), trial.wanted[form][1][rank]
-            tolerance = contender.tolerance(trial, form)
-            if home.numel() and float((home - wanted).abs().max()) > tolerance:
-                found.append(f"{first.name} and {second.name} in flight")
+            wrong = differs(home, wanted, contender.tolerance(trial, form))
+            found += [f"{first.name} and {second.name} in flight: {what}" for what in wrong]
     return found
 
 
 def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[str]:
     """One rank's arguments are wrong: all ranks end at that layer, soon; the next one works."""
+    if not contender.together:
+        return []
     trial, found, form = trials.row[1], [], contender.forms[0]
     d, rank, case = contender.make(group, trial.config, form), group.rank, trial.case
     culprit = min(1, group.size - 1)
@@ -309,8 +378,7 @@ def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[
         if took > PATIENCE:
             found.append(f"bound {bound}: it took {took:.0f} s")
         d.set_step_bound(trial.bound)
-        tolerance = contender.tolerance(trial, form)
-        found += differences(d, case, rank, tolerance, trial.wanted[form])
+        found += wrong_in(contender, d, trial, form, rank)
     return found
 
 

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_conformance import CONTENDERS, PATIENCE, Contender, Trials, conform, row_of
+from dispatch_conformance import CONTENDERS, PATIENCE, Contender, Trials, conform, hand_back, row_of
 from gloo_ranks import fork_ranks, run_ranks
 from torch import Tensor
 
 from dispatch.base import CombineForm
 from dispatch.combine import combine_pairs
-from dispatch.selfcheck import outputs
 from ep.group import EPGroup
 from launch import failure
 
@@ -38,7 +37,7 @@ def passed(reports: list[dict[str, Any]], num_ranks: int) -> None:
     for rank, report in enumerate(reports):
         assert list(report) == names
         for name in names:
-            assert report[name]["situations"] > 50
+            assert report[name]["situations"] > 40
             assert report[name]["found"] == dict.fromkeys(report[name]["found"], []), (rank, name)
 
 
@@ -125,7 +124,7 @@ def breaking(name: str) -> int:
                 received = d.dispatch_finish(handle)
                 if rank == 1 and step == 2:
                     raise ValueError(BROKEN)
-                d.combine_start(handle, outputs(received, case, rank, form))
+                hand_back(d, handle, received, case, rank)
                 d.combine_finish(handle)
         except Exception as error:
             code = failure.exit_code_of(error)
