@@ -15,9 +15,12 @@ from ep.group import EPGroup
 Body = Callable[[EPGroup], Any]
 
 
-def gloo_threads(num_ranks: int, body: Body, timeout: float = 60.0) -> list[Any]:
+def gloo_threads(
+    num_ranks: int, body: Body, timeout: float = 20.0, leaving: tuple[int, ...] = ()
+) -> list[Any]:
     """body(group) on a thread for each rank -> the results in rank order. A rank's first error is
-    raised here once all have ended; timeout in seconds, for a message and for all."""
+    raised here once all have ended; timeout in seconds, for a message and for all. leaving: ranks
+    whose connections are closed once their body has returned; the others' stay until all have."""
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
     errors: list[tuple[int, BaseException]] = []
@@ -27,6 +30,8 @@ def gloo_threads(num_ranks: int, body: Body, timeout: float = 60.0) -> list[Any]
         try:
             group = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout))
             results[rank] = body(EPGroup(rank, num_ranks, num_ranks, group, group))
+            if rank in leaving:
+                del group
             ended.wait(timeout)  # who leaves early takes its connections away
         except threading.BrokenBarrierError:
             pass

@@ -298,6 +298,11 @@ BAD_CALLS: list[tuple[str, type[Exception], Callable[[Buffer, Any, Any], Any]]] 
         HostAssertion,
         lambda b, x, i: b.low_latency_dispatch(x, i.repeat(1, 4), M, E),
     ),
+    (
+        "picks an expert twice",
+        BufferRuleError,
+        lambda b, x, i: b.low_latency_dispatch(x, i.repeat(1, 2), M, E),
+    ),
     ("0..3", BufferRuleError, lambda b, x, i: b.low_latency_dispatch(x, i + 2, M, E)),
     (
         r"int32 \[4\]",

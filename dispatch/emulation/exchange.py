@@ -2,11 +2,12 @@
 
 Knows: process groups, tags, timeouts. Knows nothing of tokens. Point to point, not collective: a
 rank that is left out need not take part, which is what masks are about. Over one process group all
-of whose ranks begin the same operations in the same order.
+of whose ranks begin the same operations in the same order; one exchange a group at a time.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from dispatch.emulation.errors import PeerTimeout
 # Sends are waited for once so many operations have begun after theirs: by then they have arrived,
 # for no rank may have more than two operations unreceived.
 _SETTLED = 6
+_CLOSING = 5.0  # seconds that the last sends have to be taken
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Exchange:
     """group: a process group of CPU tensors, or None with `comm`, which must be of one rank."""
 
     def __init__(self, group: Any, comm: Any, timeout: float) -> None:
+        self.timeout = timeout
+        self._sent: dict[int, list[tuple[Any, Tensor]]] = {}
         if group is not None:
             self.rank, self.size = int(group.rank()), int(group.size())
         elif comm is not None:
@@ -41,17 +45,15 @@ class Exchange:
                 raise NotImplementedError("the emulation takes a communicator of one rank only")
         else:
             raise ValueError("Either 'group' or 'comm' must be provided.")
-        self.timeout = timeout
         self._group = group
         self._operations = 0
         self._own: dict[int, Message] = {}
-        self._sent: dict[int, list[tuple[Any, Tensor]]] = {}
 
     def begin(self) -> int:
         """The number of a new operation, the same on every rank."""
         self._operations += 1
         for settled in [n for n in self._sent if n + _SETTLED <= self._operations]:
-            self._settle(settled)
+            self._settle(settled, self.timeout)
         return self._operations
 
     def send(self, operation: int, to: int, message: Message) -> None:
@@ -93,13 +95,22 @@ class Exchange:
         return self.receive(operation, ranks, 0)
 
     def close(self) -> None:
+        """Wait a little until what was sent has been taken: unlike a write into a peer's memory, a
+        message is lost with its sender."""
+        end = time.monotonic() + min(self.timeout, _CLOSING)
         for operation in list(self._sent):
-            self._settle(operation)
+            self._settle(operation, max(end - time.monotonic(), 0.001))
+
+    def __del__(self) -> None:
+        self.close()
 
     # -- parts -----------------------------------------------------------------------------
 
     def _post(self, operation: int, to: int, tensor: Tensor, tag: int) -> None:
-        work = self._group.send([tensor], to, tag)
+        try:
+            work = self._group.send([tensor], to, tag)
+        except RuntimeError:  # as in _settle
+            return
         self._sent.setdefault(operation, []).append((work, tensor))
 
     def _fill(self, tensors: dict[int, Tensor], tag: int) -> set[int]:
@@ -118,10 +129,10 @@ class Exchange:
                 continue
         return arrived
 
-    def _settle(self, operation: int) -> None:
+    def _settle(self, operation: int, timeout: float) -> None:
         for work, _ in self._sent.pop(operation):
             try:
-                work.wait(timedelta(seconds=self.timeout))
+                work.wait(timedelta(seconds=timeout))
             except RuntimeError:
                 continue  # a rank that is gone reads no more; whoever awaits it will say so
 

@@ -87,6 +87,11 @@ class LowLatency:
         self._check_kernels(hidden, topk_idx.shape[1], max_tokens)
         host_assert(local <= self._num_qps, f"num_qps_per_rank={self._num_qps} covers L={local}")
         _check_range(topk_idx, num_experts)
+        for column in range(1, topk_idx.shape[1]):
+            before, picked = topk_idx[:, :column], topk_idx[:, column, None]
+            twice = (before == picked) & (picked >= 0)
+            if bool(twice.any()):
+                raise BufferRuleError("topk_idx: a token picks an expert twice; slots overflow")
         self._check_clean()
         self._check_rules("dispatch")
 
