@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from thread_ranks import World, thread_world  # noqa: F401
 
 import dispatch
-from dispatch import create_dispatcher, dispatcher_names, probe_all
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError
+from dispatch import create_dispatcher, dispatcher_names, join_probes, probe_all
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, Probe
+from dispatch.collective import CollectiveDispatcher
 from dispatch.combine import combine_pairs
 from dispatch.handles import pair_index
 from dispatch.local import LocalDispatcher
@@ -44,6 +46,36 @@ def test_a_backend_that_cannot_be_imported_gives_its_reason(
     probes = probe_all(EPGroup.single(), CONFIG)
     assert list(probes) == dispatcher_names() == [*table]
     assert not probes["gone"].ok and "ModuleNotFoundError: No module" in probes["gone"].reason
+
+
+def test_what_every_rank_can_run_is_chosen_and_refusals_name_their_ranks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = CollectiveDispatcher.probe
+
+    def by_rank(group: EPGroup, config: DispatchConfig) -> Probe:
+        return probe(group, config) if group.rank % 2 else Probe(False, "no such network")
+
+    def body(group: EPGroup) -> list[str]:
+        said = []
+        for name in ("auto", "torch", "allgather"):
+            try:
+                said.append(create_dispatcher(name, group, CONFIG).describe())
+            except DispatchError as error:
+                said.append(str(error))
+        return said
+
+    monkeypatch.setattr(CollectiveDispatcher, "probe", staticmethod(by_rank))
+    first, *others = world(3, body)
+    assert all(said == first for said in others)
+    refusal = "'torch' refuses: rank 0 and 1 more: no such network"
+    assert first[0].startswith("dispatcher 'local' refuses: ") and first[0].endswith(refusal)
+    assert first[1] == f"dispatcher {refusal}"
+    assert first[2].startswith("dispatcher allgather: ")
+    assert "not torch: rank 0 and 1 more: no such network" in first[2]
+    here, there = (dict.fromkeys("x", Probe(False, reason)) for reason in ("a", "b"))
+    assert join_probes([here, there, here])["x"].reason == "rank 0 and 1 more: a; rank 1: b"
+    assert join_probes([here, here])["x"] == here["x"]
 
 
 def test_the_form_follows_the_mode_unless_given() -> None:
