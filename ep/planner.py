@@ -28,7 +28,14 @@ from ep.planning.prices import Prices
 from ep.planning.relabel import hosts, keep_places, moved_slots
 from ep.planning.replicate import FloatArray, IntArray
 from ep.planning.settle import settle
-from ep.planning.shapes import Shape, check_choice, check_shape
+from ep.planning.shapes import (
+    Shape,
+    check_choice,
+    check_count,
+    check_number,
+    check_shape,
+    check_type,
+)
 from ep.planning.spread import spread
 
 GROUP_POLICIES = ("free", "node", "priced")
@@ -62,11 +69,13 @@ class PlanOptions:
         check_choice("policy", self.policy, POLICIES)
         check_choice("group_policy", self.group_policy, GROUP_POLICIES)
         check_robust(self.robust)
-        least = {"extra_slots_per_gpu": 0, "max_moved_slots": 0, "slack": 0, "expert_bytes": 1}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is not None and not given >= value:
-                raise PlanError(f"{name}={given!r}: must be at least {value}")
+        check_count("extra_slots_per_gpu", self.extra_slots_per_gpu, 0)
+        check_count("num_ungrouped", self.num_ungrouped, 0)
+        for name, least in (("max_moved_slots", 0), ("expert_bytes", 1)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), least)
+        check_number("slack", self.slack, 0)
+        check_type("prices", self.prices, Prices)
         if self.policy != "ours" and (self.extra_slots_per_gpu or self.max_moved_slots is not None):
             raise PlanError(
                 f"policy={self.policy!r}: knows neither extra_slots_per_gpu nor max_moved_slots; "
@@ -99,6 +108,9 @@ def plan(
     same plan on every machine. PlanError names what is wrong and the nearest valid values.
     """
     options = PlanOptions() if options is None else options
+    check_type("options", options, PlanOptions)
+    if previous is not None:
+        check_type("previous", previous, ExpertPlacement)
     steps = as_loads(loads)
     joined = join_steps(steps, options.robust)
     shape = check_shape(
@@ -190,7 +202,8 @@ def rebalance_experts(
     weight [L, E] -> phy2log [L, R], log2phy [L, E, X] (slots of each expert, ascending, padded with
     -1; X the most copies in any layer), logcnt [L, E]; int64 on the CPU. R = num_replicas slots,
     GPU g owns R / num_gpus of them from g * R / num_gpus on; none is empty. Groups stay on nodes
-    exactly if num_groups % num_nodes == 0. PlanError for what cannot be.
+    exactly if num_groups % num_nodes == 0; else groups are ignored, also that experts divide into
+    them. PlanError for what cannot be.
     """
     loads = join_steps(as_loads(weight), "mean")
     shape = check_shape(
@@ -199,6 +212,7 @@ def rebalance_experts(
         num_slots=num_replicas,
         num_nodes=num_nodes,
         num_groups=num_groups,
+        unfit_groups_are_ignored=True,
     )
     table, _ = our_table(loads, shape, shape.slots_per_gpu, shape.groups_fit_nodes)
     table = _filled(table, shape, shape.groups_fit_nodes)

@@ -17,6 +17,7 @@ from ep.planning.balance import table_balance
 from ep.planning.duplicates import is_duplicate
 from ep.planning.eplb import eplb_tables
 from ep.planning.plan_loads import PlanError
+from ep.planning.prices import Prices
 from ep.planning.replicate import balance_bound
 
 TRACES = Path(__file__).parent / "data/expert-load/dsv3_counts.npz"
@@ -242,10 +243,11 @@ def test_loads_by_rule() -> None:
         ((257, 8, 4, 32), "nearest valid are 256 or 288"),
         ((224, 8, 4, 32), "fewer than 256 experts; on 32 GPUs valid are 256, 288"),
         ((256, 8, 1, 3), "nearest valid are 258"),
-        ((288, 7, 4, 32), "num_groups could be 4 or 8"),
+        ((288, 12, 4, 32), "num_groups could be 8 or 16"),
         ((288, 0, 4, 32), "num_groups=0"),
         ((288, 8, 4, 0), "num_gpus=0"),
         ((288, 8, 4, True), "num_gpus=True"),
+        ((4 * 10**9, 1, 1, 4), "at most 1048576"),
     ],
 )
 def test_impossible_shapes_list_what_is_possible(arguments: tuple[int, ...], said: str) -> None:
@@ -259,6 +261,14 @@ def test_257_experts_in_groups_are_refused_with_the_way_out() -> None:
         rebalance_experts(np.ones((1, 257)), 288, 8, 4, 32)
 
 
+def test_groups_that_do_not_divide_by_nodes_are_ignored_in_the_five_argument_form() -> None:
+    """As EPLB's rule is: then the experts need not divide into groups either."""
+    loads = np.random.default_rng(0).lognormal(0, 1, (2, 257))
+    groups_or_none = [rebalance_experts(loads, 33 * 9, g, n, 33) for g, n in ((8, 3), (1, 1))]
+    for a, b in zip(*groups_or_none, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_options_are_checked_and_never_ignored() -> None:
     for wrong, said in (
         ({"policy": "best"}, "'ours', 'eplb', 'contiguous'"),
@@ -266,10 +276,28 @@ def test_options_are_checked_and_never_ignored() -> None:
         ({"robust": "median"}, "mean+<z>"),
         ({"max_moved_slots": -1}, "at least 0"),
         ({"policy": "eplb", "max_moved_slots": 4}, "valid with them is 'ours'"),
+        ({"robust": None}, "mean+<z>"),
+        ({"robust": "mean+" + "9" * 400 + "*std"}, "mean+<z>"),
+        ({"extra_slots_per_gpu": 1.5}, "must be an integer of at least 0"),
+        ({"extra_slots_per_gpu": None}, "must be an integer of at least 0"),
+        ({"max_moved_slots": "3"}, "must be an integer of at least 0"),
+        ({"max_moved_slots": 1.5}, "must be an integer of at least 0"),
+        ({"expert_bytes": 0}, "must be an integer of at least 1"),
+        ({"num_ungrouped": "1"}, "must be an integer of at least 0"),
+        ({"slack": np.inf}, "must be a finite number"),
+        ({"slack": np.nan}, "must be a finite number"),
+        ({"slack": "0.1"}, "must be a finite number"),
+        ({"prices": None}, "must be a Prices"),
     ):
         with pytest.raises(PlanError) as error:
             PlanOptions(**wrong)  # type: ignore[arg-type]
         assert said in str(error.value)
+    for wrong, said in (({"options": {}}, "PlanOptions"), ({"previous": "x"}, "Placement")):
+        with pytest.raises(PlanError, match=f"must be a .*{said}"):
+            plan(np.ones((1, 4)), num_gpus=2, num_slots_per_gpu=2, **wrong)  # type: ignore[arg-type]
+    for wrong in ({"top_k": "8"}, {"top_k": 1.5}, {"pick_us": None}, {"link_gb_s": np.inf}):
+        with pytest.raises(PlanError, match=f"prices.{next(iter(wrong))}="):
+            Prices(**wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="8 groups do not divide over 3 nodes"):
         plan(
             np.ones((1, 16)), num_gpus=3, num_nodes=3, num_groups=8, num_slots_per_gpu=6,

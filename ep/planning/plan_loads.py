@@ -10,6 +10,7 @@ Shape letters: S steps, L layers, E experts.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -60,8 +61,8 @@ def check_robust(name: str) -> float | None:
     """The z of `mean+z*std`; None for `mean` and `max`. PlanError for anything else."""
     if name in ("mean", "max"):
         return None
-    match = _ROBUST.fullmatch(name.replace(" ", ""))
-    if not match:
+    match = _ROBUST.fullmatch(name.replace(" ", "")) if isinstance(name, str) else None
+    if not match or math.isinf(float(match[1])):
         raise PlanError(
             f"robust={name!r}: valid are 'mean', 'max' and 'mean+<z>*std' (such as 'mean+0.67*std')"
         )

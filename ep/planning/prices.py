@@ -36,7 +36,10 @@ class Prices:
     def __post_init__(self) -> None:
         for name in ("top_k", "groups_per_token", "pick_us", "copy_bytes", "link_gb_s"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if name in ("top_k", "groups_per_token") and not isinstance(value, int):
+                raise PlanError(f"prices.{name}={value!r}: must be an integer above 0")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not (value > 0 and math.isfinite(value)):
                 raise PlanError(f"prices.{name}={value!r}: must be above 0")
 
     def token_us(self, balance: float, nodes_reached: float, num_nodes: int) -> float:

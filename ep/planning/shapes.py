@@ -6,6 +6,7 @@ that would be valid. Knows nothing of: loads, how experts are placed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ep.planning.plan_loads import PlanError
 BoolArray = NDArray[np.bool_]
 
 _MAX_GPUS = 1 << 16  # as many as ExpertPlacement takes ranks
+_MAX_SLOTS = 1 << 20  # of a layer: far beyond any machine, and still a table that fits memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +61,15 @@ def check_shape(
     num_groups: int = 1,
     live_gpus: ArrayLike | None = None,
     num_ungrouped: int = 0,
+    unfit_groups_are_ignored: bool = False,
 ) -> Shape:
-    """Shape, or PlanError. Give either num_slots (of all GPUs) or num_slots_per_gpu."""
+    """Shape, or PlanError. Give either num_slots (of all GPUs) or num_slots_per_gpu.
+
+    unfit_groups_are_ignored: groups that do not divide by nodes count as one, as EPLB's rule is.
+    """
     counts = {"num_gpus": num_gpus, "num_nodes": num_nodes, "num_groups": num_groups}
     for name, value in counts.items():
-        _count(name, value, 1)
+        check_count(name, value, 1)
     if num_gpus > _MAX_GPUS:
         raise PlanError(f"num_gpus={num_gpus}: valid are 1..{_MAX_GPUS}")
     if num_gpus % num_nodes:
@@ -72,7 +78,9 @@ def check_shape(
             f"num_nodes could be {near_divisors(num_gpus, num_nodes)}, or num_gpus "
             f"{near_multiples(num_gpus, num_nodes)}"
         )
-    _count("num_ungrouped", num_ungrouped, 0)
+    if unfit_groups_are_ignored and num_groups % num_nodes:
+        num_groups = 1
+    check_count("num_ungrouped", num_ungrouped, 0)
     grouped = num_experts - num_ungrouped
     if grouped < 1:
         raise PlanError(
@@ -87,6 +95,13 @@ def check_shape(
             "are counted by num_ungrouped)"
         )
     per_gpu = _slots_per_gpu(num_experts, num_gpus, num_slots, num_slots_per_gpu)
+    if per_gpu * num_gpus > _MAX_SLOTS:
+        name, given, most = (
+            ("num_slots", num_slots, _MAX_SLOTS // num_gpus * num_gpus)
+            if num_slots_per_gpu is None
+            else ("num_slots_per_gpu", num_slots_per_gpu, _MAX_SLOTS // num_gpus)
+        )
+        raise PlanError(f"{name}={given}: too many for {num_gpus} GPUs; at most {most} are planned")
     live = _live(live_gpus, num_gpus)
     if per_gpu * int(live.sum()) < num_experts:
         needed = -(-num_experts // per_gpu)
@@ -113,7 +128,8 @@ def near_divisors(number: int, value: int) -> str:
     return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
 
 
-def _count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
+    """PlanError unless value is an integer of at least least."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise PlanError(f"{name}={value!r}: must be an integer of at least {least}")
 
@@ -128,7 +144,7 @@ def _slots_per_gpu(
             f"{experts} experts on {gpus} GPUs need at least {least} slots a GPU ({least * gpus})"
         )
     if num_slots_per_gpu is not None:
-        _count("num_slots_per_gpu", num_slots_per_gpu, 1)
+        check_count("num_slots_per_gpu", num_slots_per_gpu, 1)
         if num_slots_per_gpu < least:
             raise PlanError(
                 f"num_slots_per_gpu={num_slots_per_gpu}: {gpus} GPUs would hold "
@@ -136,7 +152,7 @@ def _slots_per_gpu(
             )
         return int(num_slots_per_gpu)
     assert num_slots is not None
-    _count("num_slots", num_slots, 1)
+    check_count("num_slots", num_slots, 1)
     if num_slots < experts:
         raise PlanError(
             f"num_slots={num_slots}: fewer than {experts} experts; on {gpus} GPUs valid are "
@@ -166,6 +182,19 @@ def _live(live_gpus: ArrayLike | None, gpus: int) -> BoolArray:
     if not live.any():
         raise PlanError(f"live_gpus: none of {gpus} GPUs lives; at least one must")
     return live
+
+
+def check_number(name: str, value: object, least: float) -> None:
+    """PlanError unless value is a finite number of at least least."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if isinstance(value, bool) or not is_number or not least <= value < math.inf:  # type: ignore[operator]
+        raise PlanError(f"{name}={value!r}: must be a finite number of at least {least}")
+
+
+def check_type(name: str, value: object, valid: type) -> None:
+    """PlanError unless value is an instance of valid."""
+    if not isinstance(value, valid):
+        raise PlanError(f"{name}={value!r}: {type(value).__name__}; must be a {valid.__name__}")
 
 
 def check_choice(name: str, value: object, valid: Sequence[str]) -> None:
