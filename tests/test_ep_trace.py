@@ -91,6 +91,55 @@ def test_our_recordings(tmp_path: Path) -> None:
         read_trace(tmp_path / "r.npz", "both")
 
 
+SLOTS = [[0, 1, 2, 3, 0], [3, 2, 1, 0, 3]]  # of 4 experts, 2 layers
+
+
+def test_an_array_on_slots_that_is_asked_for_by_name_goes_through_the_map(tmp_path: Path) -> None:
+    counts = np.arange(20).reshape(2, 2, 5)
+    np.savez(tmp_path / "a.npz", expert_load_window=counts, mine=counts, physical_to_logical=SLOTS)
+    wanted = np.zeros((2, 2, 4))
+    for layer in range(2):
+        for slot in range(5):
+            wanted[:, layer, SLOTS[layer][slot]] += counts[:, layer, slot]
+    for name in ("expert_load_window", "mine", None):
+        assert (read_trace(tmp_path / "a.npz", name).loads == wanted).all(), name
+    with pytest.raises(TraceError, match="physical_to_logical.*says where experts are"):
+        read_trace(tmp_path / "a.npz", "physical_to_logical")
+    assert names_of(tmp_path / "a.npz") == ["expert_load_window", "mine"]
+    np.savez(tmp_path / "b.npz", expert_load_window=counts)
+    assert "no map of slots" in read_trace(tmp_path / "b.npz").source
+
+
+def test_a_map_of_each_step(tmp_path: Path) -> None:
+    maps = [[[0, 1, 1]], [[1, 0, 0]]]
+    state = {"expert_load_window": [[[1, 2, 3]], [[1, 2, 3]]], "physical_to_logical_map": maps}
+    (tmp_path / "v.json").write_text(json.dumps(state))
+    assert read_trace(tmp_path / "v.json").loads.tolist() == [[[1, 5]], [[5, 1]]]
+    state["expert_load_window"].append([[1, 2, 3]])
+    (tmp_path / "v.json").write_text(json.dumps(state))
+    with pytest.raises(TraceError, match="do not go together"):
+        read_trace(tmp_path / "v.json")
+
+
+def test_tensors_of_any_type(tmp_path: Path) -> None:
+    counts = torch.arange(10).reshape(2, 5).bfloat16()
+    records = [{"global_physical_count": counts}, {"global_physical_count": counts}]
+    held = {"records": records, "last_physical_to_logical_map": torch.tensor(SLOTS)}
+    torch.save(held, tmp_path / "r.pt")
+    assert read_trace(tmp_path / "r.pt").loads[1].tolist() == [[4, 1, 2, 3], [8, 7, 6, 14]]
+    torch.save({"logical_count": counts.to_sparse()}, tmp_path / "s.pt")
+    assert read_trace(tmp_path / "s.pt").loads.sum() == 45
+
+
+def test_tables_with_a_head_a_mark_and_numbers_of_layers(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("\ufeff1,2,3\r\n4,5,6\r\n".encode())
+    assert read_trace(path).loads.tolist() == [[[1, 2, 3], [4, 5, 6]]]
+    path.write_text("layer,e0,e1\n3,5,6\n4,7,8\n")
+    trace = read_trace(path)
+    assert trace.loads.tolist() == [[[5, 6], [7, 8]]] and trace.layers.tolist() == [3, 4]
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (exec, ("raise SystemExit('ran code of a file')",))
@@ -108,7 +157,39 @@ class Evil:
         ("a.json", b"[[1, -2]]", "expert 1: -2.0 is negative"),
         ("a.json", b"null", "accepted are an array"),
         ("a.json", b'{"records": [1]}', "records are not all mappings"),
-        ("a.csv", b"1,2\n3", "not readable as .csv"),
+        ("a.json", b'{"0": 5}', "layer 0: must be counts of its experts"),
+        ("a.json", b'{"0": null}', "layer 0: object; must be numbers"),
+        ("a.json", b'{"0": {"x": 1}}', "layer 0: key 'x'"),
+        ("a.json", '{"²": {"0": 1}}'.encode(), "none of them loads"),
+        ("a.json", b'{"logical_count": {"a": 1}}', "logical_count: key 'a'"),
+        ("a.json", b'{"logical_count": {"-1": [1, 2]}}', "logical_count: key '-1'"),
+        ("a.json", b'{"logical_count": {"0": [1], "00": [2]}}', "layer 0 occurs twice"),
+        ("a.json", b'{"logical_count": {"0": {"1": 1, "01": 2}}}', "expert 1 occurs twice"),
+        ("a.json", b'{"0": [1, 2], "0": [3, 4]}', "'0': occurs twice"),
+        ("a.json", b'{"logical_count": {"40000000": {"0": 1}}}', "number 40000000; valid are"),
+        ("a.json", b'{"logical_count": {"4000": {"60000": 1}}}', "far too many"),
+        ("a.json", b'{"records": [{"logical_count": ["a", "b"]}]}', "records[0]: <U1"),
+        (
+            "a.json",
+            b'{"physical_to_logical_map": [[0], [1, 2]], "expert_load_pass": [[1], [1, 2]]}',
+            "rows of unequal length",
+        ),
+        (
+            "a.json",
+            b'{"physical_to_logical_map": [[0, 1]], "expert_load_pass": [["x", 1]]}',
+            "expert_load_pass: <U21; must be numbers",
+        ),
+        (
+            "a.json",
+            b'{"physical_to_logical_map": [[0, 999999999]], "expert_load_pass": [[1, 2]]}',
+            "names expert 999999999; valid are 0..1",
+        ),
+        ("a.json", b"[" * 100000, "not readable as .json"),
+        ("a.csv", b"1,2\n3", "row 2 has 1 cells, the first 2"),
+        ("a.csv", b"1OO,2\n3,4", "row 1, cell 1: '1OO' is no number"),
+        ("a.csv", b"layer,e0\n0,1\n0,2", "layer 0 occurs twice"),
+        ("a.csv", b"layer,e0\n0.5,1", "row 2: layer='0.5'"),
+        ("a.csv", b"layer,expert,count\n0,0,7", "column 'expert': must be one row a layer"),
         ("a.pt", b"nothing", "not readable as .pt"),
     ],
 )

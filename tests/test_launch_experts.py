@@ -151,6 +151,16 @@ def test_sources_that_are_refused(
     assert is_typed(error) and exit_code_of(error) == (2 if kind is ConfigError else 1)
 
 
+@pytest.mark.parametrize("name", ["load.npz", "better.npz", "many.npz"])
+def test_an_archive_of_a_version_that_nobody_reads(files: Path, tmp_path: Path, name: str) -> None:
+    content = bytearray((files / name).read_bytes())
+    content[content.index(b"PK\x01\x02") + 6] = 255  # "version needed" of its first member
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        Source(str(tmp_path / name)).read()
+    assert "zip file version" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_flags_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError) as caught:
         Source("x", phase="both", since="now", placement=Path("y"), ranks=2)

@@ -263,6 +263,8 @@ def _kind(path: Path) -> str:
             if "meta.npy" in names and "physical_to_logical.npy" in names:
                 return "placement"
             return "recording" if {"info.npy", "counts.npy"} <= names else "dump"
-    except (ValueError, zipfile.BadZipFile, RecursionError):
+    except OSError:
+        raise
+    except Exception:  # a damaged file raises what its bytes look like
         return "dump"
     return "dump"
