@@ -18,6 +18,10 @@ _BACKENDS = {
     "local": ("dispatch.local", "LocalDispatcher"),
     "torch": ("dispatch.collective", "CollectiveDispatcher"),
     "allgather": ("dispatch.allgather", "AllGatherDispatcher"),
+    "deepep_ll": ("dispatch.deepep_ll", "LowLatencyDispatcher"),
+    "deepep_normal": ("dispatch.deepep_normal", "NormalDispatcher"),
+    "deepep_ll_emulated": ("dispatch.deepep_ll", "EmulatedLowLatencyDispatcher"),
+    "deepep_normal_emulated": ("dispatch.deepep_normal", "EmulatedNormalDispatcher"),
 }
 
 
@@ -38,8 +42,14 @@ class DispatcherChoice:
     def describe(self) -> str:
         name = self.dispatcher.name
         line = f"dispatcher {name}: {self.probes[name].reason}"
-        refused = "; ".join(f"not {n}: {p.reason}" for n, p in self.probes.items() if not p.ok)
-        return f"{line} ({refused})" if refused else line
+        # Emulations are for whoever asks for one: that they cannot run is no news to others.
+        refused = "; ".join(
+            f"not {n}: {p.reason}"
+            for n, p in self.probes.items()
+            if not p.ok and not n.endswith("_emulated")
+        )
+        line = f"{line} ({refused})" if refused else line
+        return "; ".join([line, *getattr(self.dispatcher, "notes", [])])
 
 
 def dispatcher_names() -> list[str]:

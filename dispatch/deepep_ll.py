@@ -142,7 +142,6 @@ class LowLatencyDispatcher:
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
-        problems = _problems(group, config)
         size = deepep.ll_buffer_bytes(
             config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
         )
@@ -150,8 +149,8 @@ class LowLatencyDispatcher:
             library = deepep.load(cls.emulate)
         except Exception as error:  # a broken wheel may raise anything
             said = f"{type(error).__name__}: {error}".splitlines()[0]
-            return Probe(False, "; ".join([f"deep_ep cannot be imported: {said}", *problems]))
-        problems = [*deepep.wrong_api(library, _USED), *problems]
+            return Probe(False, f"deep_ep cannot be imported: {said}")
+        problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
         version = getattr(library, "__version__", "of unknown version")
         if not cls.emulate:
             problems += deepep.device_problems(size)
@@ -176,8 +175,8 @@ class LowLatencyDispatcher:
         if not self.dequantise:
             return []
         return [
-            f"dispatcher {self.name}: rows come as FP8 and are dequantised to bfloat16 on receipt "
-            "(expert kernels take no scales)"
+            "rows come as FP8 and are dequantised to bfloat16 on receipt (expert kernels take no "
+            "scales)"
         ]
 
     @property

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gloo_threads import gloo_threads
 
-from dispatch import deepep
+from dispatch import create_dispatcher, deepep
 from dispatch.base import (
     CombineForm,
     DispatchConfig,
@@ -126,8 +126,8 @@ def test_fp8_on_the_wire_is_near(ue8m0: bool) -> None:
     def body(group: EPGroup) -> int:
         d = EmulatedLowLatencyDispatcher(group, config_of(placement), ue8m0=ue8m0)
         assert d.notes == [
-            "dispatcher deepep_ll_emulated: rows come as FP8 and are dequantised to bfloat16 on "
-            "receipt (expert kernels take no scales)"
+            "rows come as FP8 and are dequantised to bfloat16 on receipt (expert kernels take no "
+            "scales)"
         ]
         received, out = run(d, case, group.rank)
         want = home[group.rank]
@@ -405,3 +405,18 @@ def test_what_is_asked_for_is_had_or_refused() -> None:
     d.set_step_bound(3)
     handle = d.dispatch_start(x, slots, weights)
     assert d.dispatch_finish(handle).counts.sum() == 9
+
+
+def test_by_name_from_the_registry_and_never_by_auto() -> None:
+    choice = create_dispatcher("deepep_ll_emulated", EPGroup.single(), CONFIG)
+    assert isinstance(choice.dispatcher, EmulatedLowLatencyDispatcher)
+    said = choice.describe()
+    assert said.startswith("dispatcher deepep_ll_emulated: deep_ep 2.1.0+emulated low latency, 1 r")
+    assert said.endswith("(expert kernels take no scales)")
+    auto = create_dispatcher("auto", EPGroup.single(), CONFIG)
+    assert auto.dispatcher.name == "local"
+    assert "not deepep_ll: deep_ep" in auto.describe() and "emulated" not in auto.describe()
+    with pytest.raises(DispatchError, match="'deepep_ll_emulated' refuses: .*deterministic mode"):
+        create_dispatcher(
+            "deepep_ll_emulated", EPGroup.single(), replace(CONFIG, deterministic=True)
+        )
