@@ -105,7 +105,7 @@ CONTENDERS = (
         deterministic=False,
         together=False,
         kind=EmulatedLowLatencyDispatcher,
-    ),  # fmt: skip
+    ),
 )
 
 
