@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import dispatch.emulation as deep_ep
 from dispatch.deepep import MAX_BUFFER_BYTES
 from dispatch.emulation import Buffer, BufferRuleError, HostAssertion
 from dispatch.emulation.quantise import pack_ue8m0, quantise, through_logfmt
-from dispatch.emulation.signatures import SIGNATURES
+from dispatch.emulation.signatures import SIGNATURES, fork_signatures, read_signatures
 
 M, D, E, K = 8, 2048, 4, 3
 
@@ -54,6 +56,36 @@ def test_signatures_are_those_of_the_library(version: str) -> None:
         }
         static = {n for n, v in vars(emulated).items() if isinstance(v, staticmethod)}
         assert (public | static) <= set(members), f"{name} has members the library has not"
+
+
+def test_signatures_are_read_from_source() -> None:
+    source = Path(inspect.getsourcefile(Buffer) or "").read_text()
+    read = read_signatures(source, "Buffer")
+    assert read == SIGNATURES["2.1.0"]["Buffer"]
+    assert read_signatures("class A:\n def f(self, a, b=x.y): 0\n def _g(self): 0", "A") == {
+        "f": (("a", ...), ("b", "x.y"))
+    }
+
+
+def test_signatures_are_those_of_the_installed_library() -> None:
+    """Its source is read, nothing is imported: that needs a GPU."""
+    try:
+        files = metadata.distribution("sgl-deep-ep")
+    except metadata.PackageNotFoundError:
+        pytest.skip("sgl-deep-ep is not installed")
+    folder = Path(str(files.locate_file("deep_ep")))
+    buffer = (folder / "buffers" / "legacy.py").read_text()
+    assert read_signatures(buffer, "Buffer") == fork_signatures()
+    event = read_signatures((folder / "utils" / "event.py").read_text(), "EventOverlap")
+    assert event == SIGNATURES["2.1.0"]["EventOverlap"]
+
+
+def test_the_fork_has_parameters_in_between() -> None:
+    fork = fork_signatures()
+    names = [name for name, _ in fork["low_latency_dispatch"]]
+    assert names.index("x_global_scale") == names.index("use_fp8") - 1
+    assert fork["__init__"][7] == ("use_fabric", None)
+    assert fork["combine"] == SIGNATURES["2.1.0"]["Buffer"]["combine"]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +214,11 @@ def test_an_event_is_waited_for_too() -> None:
         x, idx, M, E, use_fp8=False, async_finish=True
     )
     assert hook is None and (count == -1).all()
-    with event:
-        pass
-    assert (count >= 0).all()
+    said: list[str] = []
+    event.register_hook_after_wait(lambda: said.append("after"))
+    with event(release_handle=True):
+        assert said == []
+    assert (count >= 0).all() and said == ["after"] and event.event is None
     out, event, _ = b.low_latency_combine(recv.nan_to_num(), idx, w, handle, async_finish=True)
     assert out.isnan().all()
     event.current_stream_wait()

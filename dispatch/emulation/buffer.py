@@ -248,6 +248,37 @@ class Buffer:
         self._ll.dirty = True
         return out, weights, _finish(async_finish, receive)
 
+    def internode_dispatch(
+        self,
+        x: Rows,
+        handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        raise NotImplementedError("the emulation's normal mode is for 8 ranks at most")
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: tuple[Any, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        raise NotImplementedError("the emulation's normal mode is for 8 ranks at most")
+
     # -- low latency -----------------------------------------------------------------------
 
     def clean_low_latency_buffer(

@@ -38,18 +38,34 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._after_wait: Callable[[], None] | None = None
+        self._release = False
 
-    def current_stream_wait(self) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> None:
         python_assert(self.event is not None, "the call was not asynchronous: it has no event")
         assert self.event is not None
         self.event.current_stream_wait()
+        hook, self._after_wait = self._after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        python_assert(self._after_wait is None, "a hook is registered already")
+        self._after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._release = release_handle
+        return self
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release_handle=self._release)
+        self._release = False
 
 
 class Config:

@@ -6,6 +6,7 @@ stands for "no default". Only the first API (`Buffer`) is emulated so far.
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 Signature = tuple[tuple[str, Any], ...]
@@ -67,6 +68,27 @@ _BUFFER: dict[str, Signature] = {
         ("config", None),
         *_EVENTS,
     ),
+    "internode_dispatch": (
+        ("x", ...),
+        ("handle", None),
+        ("num_tokens_per_rank", None),
+        ("num_tokens_per_rdma_rank", None),
+        ("is_token_in_rank", None),
+        ("num_tokens_per_expert", None),
+        ("topk_idx", None),
+        ("topk_weights", None),
+        ("expert_alignment", 1),
+        ("config", None),
+        *_EVENTS,
+    ),
+    "internode_combine": (
+        ("x", ...),
+        ("handle", ...),
+        ("topk_weights", None),
+        ("bias", None),
+        ("config", None),
+        *_EVENTS,
+    ),
     "clean_low_latency_buffer": (*_LL_SIZES, ("num_experts", ...)),
     "low_latency_dispatch": (
         ("x", ...),
@@ -105,7 +127,8 @@ SIGNATURES: dict[str, dict[str, dict[str, Signature]]] = {
         "Buffer": _BUFFER,
         "EventOverlap": {
             "__init__": (("event", None), ("extra_tensors", None)),
-            "current_stream_wait": (),
+            "current_stream_wait": (("release_handle", False),),
+            "register_hook_after_wait": (("hook_after_wait", ...),),
         },
         "Config": {
             "__init__": (
@@ -121,9 +144,51 @@ SIGNATURES: dict[str, dict[str, dict[str, Signature]]] = {
     },
 }
 
-# The fork in the pinned wheel has parameters of its own in between: callers use keywords.
-FORK_EXTRA: dict[str, tuple[str, ...]] = {
-    "__init__": ("use_fabric",),
-    "low_latency_dispatch": ("x_global_scale", "use_nvfp4"),
-    "low_latency_combine": ("overlap", "src_signals", "src_signal_expect_value"),
+# What the fork in the pinned wheel (sgl-deep-ep 0.1.2.post1) has besides, as method -> (parameter
+# that comes before, more parameters). Positions differ from upstream's: callers use keywords.
+FORK_EXTRA: dict[str, tuple[tuple[str, Signature], ...]] = {
+    "__init__": (("allow_mnnvl", (("use_fabric", None),)),),
+    "low_latency_dispatch": (
+        ("dispatch_wait_recv_cost_stats", (("x_global_scale", None),)),
+        ("use_ue8m0", (("use_nvfp4", False),)),
+    ),
+    "low_latency_combine": (
+        (
+            "combine_wait_recv_cost_stats",
+            (("overlap", False), ("src_signals", None), ("src_signal_expect_value", 0)),
+        ),
+    ),
 }
+
+
+def fork_signatures() -> dict[str, Signature]:
+    """`Buffer` of the pinned wheel."""
+    found = {}
+    for method, signature in SIGNATURES["2.1.0"]["Buffer"].items():
+        extra = dict(FORK_EXTRA.get(method, ()))
+        found[method] = tuple(p for own in signature for p in (own, *extra.get(own[0], ())))
+    return found
+
+
+def read_signatures(source: str, name: str) -> dict[str, Signature]:
+    """Public members of class `name` in Python source, without importing it: parameters but self,
+    literal defaults. KeyError if there is no such class."""
+    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    found: dict[str, Signature] = {}
+    for node in classes[name].body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if node.name.startswith("_") and node.name != "__init__":
+            continue
+        arguments = node.args.posonlyargs + node.args.args
+        defaults = [...] * (len(arguments) - len(node.args.defaults))
+        pairs = zip(arguments, [*defaults, *map(_literal, node.args.defaults)], strict=True)
+        found[node.name] = tuple((a.arg, d) for a, d in pairs if a.arg != "self")
+    return found
+
+
+def _literal(node: Any) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)

@@ -32,6 +32,38 @@ def test_steps_back_to_back(num_ranks: int, tmp_path: Path) -> None:
         assert report["in_flight"] is True
 
 
+@pytest.mark.dist
+def test_an_engine_generates_over_it(tmp_path: Path) -> None:
+    """Whole layers: padding is never read (it is NaN), and two ranks begin as one does (outside of
+    deterministic mode a machine's kernels may drift apart later)."""
+    from models.deepseek.random_checkpoint import write_random_checkpoint
+    from models.deepseek.random_families import family_config
+    from moeserve.llm import LLM, SamplingParams
+
+    config = family_config(
+        "v3", "tiny", hidden_size=2048, num_hidden_layers=2, num_nextn_predict_layers=0
+    )
+    folder = write_random_checkpoint(tmp_path / "wide", config, dtype=torch.bfloat16)
+    tokens = []
+    for ep in (1, 2):
+        with LLM(
+            folder,
+            ep=ep,
+            kv_tokens=1024,
+            max_model_len=128,
+            threads=1,
+            dispatch="deepep_ll_emulated",
+            dtype="bfloat16",
+            deterministic=False,
+            token_budget=32,
+        ) as llm:
+            prompts = [list(range(5, 45)), [7, 8, 9]]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+            tokens.append([out.token_ids for out in outputs])
+    assert [len(t) for t in tokens[0]] == [6, 6]
+    assert [t[0] for t in tokens[0]] == [t[0] for t in tokens[1]]
+
+
 def case_of(size: int, seed: int) -> tuple[DispatchConfig, CheckCase]:
     placement = random_placement(8, size, seed % 3, seed, generation=seed)
     config = DispatchConfig(
