@@ -10,19 +10,19 @@ Shape letters: B rows, E experts of a row, G GPUs, k slots a GPU.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ep.planning.balance import table_balance
 from ep.planning.duplicates import part_duplicates
 from ep.planning.eplb import one_node
 from ep.planning.local_search import SlotTable, Work, even_pairs, relieve_busiest
 from ep.planning.replicate import FloatArray, IntArray, add_replicas, balance_bound, in_order_sum
+from ep.planning.starts import copies_by, every_count, pattern, spread
 
 # Good enough to stop: a share of the bound.
 _CLOSE = 5e-4
 # A row that is still this far above its bound is worth other numbers of copies.
 _WORTH_A_START = 2e-3
-# Other numbers of copies to start from, see `copies_by`.
+# Other numbers of copies to start from, see `ep.planning.starts.copies_by`.
 _STARTS = ((0.85, 0.97), (0.7, 0.97), (0.5, 0.85), (0.3, 0.85), (0.7, 0.85), (1.0, 0.95))
 _ROUNDING = 1e-9
 _MOST_DUPLICATES = 64  # of a row: more of them are not worth parting one by one
@@ -36,8 +36,10 @@ _OTHER_WORK = 100
 _LEAST_WORK = 2_000_000
 _PART = 0.5
 _SHAKE_WORK = 3_000_000
-_MOST_TRIES = 64
+_TRIES = ((32, True), (128, True), (512, False), (2048, False))  # most starts, of all rows
 _LEAST_TRIES = 8
+_MOST_COUNTS = 2000
+_MOST_OF_A_COUNT = 24
 _SMALL_ROW = 128
 _TRY_STEPS = 20
 
@@ -69,38 +71,104 @@ def arrange(weights: FloatArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
         others.left -= part.left
         _keep_better(best, balance, far, *_improve(weights[far], table, bound[far], part))
         others.left += max(part.left, 0)
-    _not_below_eplb(weights, num_gpus, best, balance, bound, Work(_LEAST_WORK))
-    far = np.flatnonzero(balance > bound + _WORTH_A_START)
-    if len(far):
-        _shake(weights, bound, best, balance, far)
+    floor = _not_below_eplb(weights, num_gpus, best, balance, bound, Work(_LEAST_WORK))
+    _shake(weights, bound, best, balance, floor)
     return best
 
 
 def _shake(
-    weights: FloatArray, bound: FloatArray, best: IntArray, balance: FloatArray, far: IntArray
+    weights: FloatArray, bound: FloatArray, best: IntArray, balance: FloatArray, floor: FloatArray
 ) -> None:
     """Many starts more where rows are so small that these cost little: each made as if the loads
-    were somewhat different, in a fixed pattern. Small rows have few good tables, far apart."""
+    were somewhat different, in a fixed pattern. Small rows have few good tables, far apart.
+
+    In rounds of ever more starts, for the rows that are still far from their bound; the last ones
+    only for rows less even than the EPLB-equivalent (floor [B]), whose duplicates would be needed.
+    """
     _, gpus, room = best.shape
-    experts = weights.shape[1]
     if gpus * room > _SMALL_ROW:
         return
-    tries = min(_MOST_TRIES, _SHAKE_WORK // (len(far) * gpus * room * room * _TRY_STEPS))
-    if tries < _LEAST_TRIES:
+    done = 0
+    work = _SHAKE_WORK
+    for most, all_rows in _TRIES:
+        far = balance > bound + _WORTH_A_START
+        if not all_rows:
+            far &= balance > floor + _ROUNDING
+            work += _SHAKE_WORK
+        rows = np.flatnonzero(far)
+        if not len(rows):
+            continue
+        one = len(rows) * gpus * room * room * _TRY_STEPS
+        tries = min(most, work // one)
+        if tries < _LEAST_TRIES:
+            continue
+        work -= tries * one
+        _shake_rows(weights[rows], bound[rows], best, balance, rows, done, tries)
+        done += tries
+    _all_counts(weights, bound, best, balance, floor)
+
+
+def _shake_rows(
+    weights: FloatArray,
+    bound: FloatArray,
+    best: IntArray,
+    balance: FloatArray,
+    rows: IntArray,
+    first: int,
+    tries: int,
+) -> None:
+    """Starts first + 1 .. first + tries of some rows; weights, bound: those of the rows alone."""
+    _, gpus, room = best.shape
+    noise, strength = pattern(first, tries, weights.shape[1])
+    wanted = np.repeat(weights, tries, axis=0)
+    other = wanted * np.tile(1 + strength * (noise - 0.5), (len(rows), 1))
+    # Every third start: a load more for each, else experts of little load never have copies.
+    mean = in_order_sum(wanted)[:, None] / (gpus * room)
+    more = np.tile(
+        np.where(np.arange(tries)[:, None] % 3 == 0, noise * strength * 2, 0.0), (len(rows), 1)
+    )
+    other += mean * more
+    counts, _ = add_replicas(other, gpus * room, gpus)
+    table = spread(other, counts, gpus, room)
+    made, found = _improve(wanted, table, np.repeat(bound, tries), Work(4 * _SHAKE_WORK))
+    winner = found.reshape(len(rows), tries).argmin(axis=1) + np.arange(len(rows)) * tries
+    _keep_better(best, balance, rows, made[winner], found[winner])
+
+
+def _all_counts(
+    weights: FloatArray, bound: FloatArray, best: IntArray, balance: FloatArray, floor: FloatArray
+) -> None:
+    """Tiny rows: starts from every number of copies that could be better, several of each; first
+    for rows less even than the EPLB-equivalent, for all others as far as the work allows."""
+    _, gpus, room = best.shape
+    far = np.flatnonzero(balance > bound + _WORTH_A_START)
+    if not len(far):
         return
-    # Multiples of irrational numbers, modulo 1: spread evenly, without a random generator.
-    number = np.arange(1, tries + 1)[:, None]
-    pattern = np.mod(number * 0.6180339887498949 + np.arange(experts) * 0.7548776662466927, 1.0)
-    pattern = np.mod(pattern * (1 + np.arange(experts) % 7) + number * 0.5698402909980532, 1.0)
-    strength = np.mod(number * 0.4142135623730951, 1.0)
-    rows = np.repeat(far, tries)
-    factor = np.tile(1 + strength * (pattern - 0.5), (len(far), 1))
-    shaken = weights[rows] * factor
-    counts, _ = add_replicas(shaken, gpus * room, gpus)
-    table = spread(shaken, counts, gpus, room)
-    made, found = _improve(weights[rows], table, bound[rows], Work(2 * _SHAKE_WORK))
-    winner = found.reshape(len(far), tries).argmin(axis=1) + np.arange(len(far)) * tries
-    _keep_better(best, balance, far, made[winner], found[winner])
+    every = every_count(weights.shape[1], gpus * room, gpus, _MOST_COUNTS)
+    if every is None:
+        return
+    worse = balance[far] > floor[far] + _ROUNDING
+    work = _SHAKE_WORK * (1 + int(worse.sum()))
+    for row in far[np.argsort(~worse, kind="stable")]:
+        mean = float(in_order_sum(weights[row])) / gpus
+        counts = every[(weights[row] / every).max(axis=1) < balance[row] * mean * (1 - _ROUNDING)]
+        one = len(counts) * gpus * room * room * _TRY_STEPS
+        tries = min(_MOST_OF_A_COUNT, work // max(one, 1))
+        if not len(counts) or tries < 1:
+            continue
+        work -= tries * one
+        noise, strength = pattern(0, tries, weights.shape[1])
+        factor = 1 + strength * (noise - 0.5)
+        factor[0] = 1
+        counts = np.repeat(counts, tries, axis=0)
+        other = weights[row] * np.tile(factor, (len(counts) // tries, 1))
+        wanted = np.repeat(weights[row : row + 1], len(counts), axis=0)
+        table = spread(other, counts, gpus, room)
+        made, found = _improve(
+            wanted, table, np.repeat(bound[row], len(counts)), Work(4 * _SHAKE_WORK)
+        )
+        winner = np.array([found.argmin()])
+        _keep_better(best, balance, np.array([row]), made[winner], found[winner])
 
 
 def _not_below_eplb(
@@ -110,82 +178,22 @@ def _not_below_eplb(
     balance: FloatArray,
     bound: FloatArray,
     work: Work,
-) -> None:
-    """Rows where the EPLB-equivalent table is more even start from that one, duplicates parted."""
+) -> FloatArray:
+    """Rows where the EPLB-equivalent table is more even start from that one, duplicates parted.
+    -> [B] how even that is."""
     rows, gpus, room = best.shape
     table, _ = one_node(weights.astype(np.float32), gpus * room, num_gpus)
-    worse = np.flatnonzero(table_balance(weights, table) < balance - _ROUNDING)
+    floor = table_balance(weights, table)
+    worse = np.flatnonzero(floor < balance - _ROUNDING)
     if not len(worse):
-        return
+        return floor
     table, clean = part_duplicates(weights[worse], table[worse], _MOST_DUPLICATES)
     worse = worse[clean]
     if len(worse):
         _keep_better(
             best, balance, worse, *_improve(weights[worse], table[clean], bound[worse], work)
         )
-
-
-def spread(weights: FloatArray, counts: IntArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
-    """A first table [B, G, k] for given counts [B, E] (each 1..G, G * k in all): the copies in
-    order of load, in k rounds of one a GPU, the heaviest to the lightest GPU. An expert whose
-    copies straddle two rounds comes second to GPUs that have it, so none has it twice."""
-    rows = np.arange(len(weights))
-    share = weights / counts
-    order = np.argsort(-share, axis=1, kind="stable")
-    times = np.take_along_axis(counts, order, axis=1)
-    items = np.repeat(order.ravel(), times.ravel()).reshape(len(weights), -1)
-    table = np.empty((len(weights), num_gpus, slots_per_gpu), dtype=np.int64)
-    load = np.zeros((len(weights), num_gpus))
-    for place in range(slots_per_gpu):
-        item = items[:, place * num_gpus : (place + 1) * num_gpus]
-        key = load
-        if place:
-            key = np.where(table[:, :, place - 1] == item[:, :1], np.inf, load)
-        gpu = np.argsort(key, axis=1, kind="stable")
-        table[rows[:, None], gpu, place] = item
-        load[rows[:, None], gpu] += np.take_along_axis(share, item, axis=1)
-    return table
-
-
-def copies_by(
-    weights: FloatArray, num_gpus: int, num_slots: int, power: float, ceiling: float
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """(counts [B, E], possible [B]): first as many copies as keep each at or under ceiling mean GPU
-    loads, then copy after copy to the expert with the largest weight ** power per copy.
-
-    `add_replicas` makes the largest shares equal; with a power below 1 the copies of heavy experts
-    stay heavier than those of light ones, so that GPUs can pair unlike shares.
-    """
-    mean = in_order_sum(weights)[:, None] / num_gpus
-    needed = np.ones(weights.shape)
-    np.divide(weights, ceiling * mean, out=needed, where=mean > 0)
-    counts = np.clip(np.ceil(needed), 1, num_gpus).astype(np.int64)
-    left = num_slots - counts.sum(axis=1)
-    possible = left >= 0
-    worth = _root(weights, power)
-    per_copy = np.where(counts >= num_gpus, -1.0, worth / counts)  # -1: no GPU is left for it
-    while True:
-        rows = np.flatnonzero(left > 0)
-        if not len(rows):
-            return counts, possible
-        chosen = per_copy[rows].argmax(axis=1)
-        counts[rows, chosen] += 1
-        count = counts[rows, chosen]
-        per_copy[rows, chosen] = np.where(count >= num_gpus, -1.0, worth[rows, chosen] / count)
-        left[rows] -= 1
-
-
-def _root(weights: FloatArray, power: float) -> FloatArray:
-    """About weights ** power, by square roots and products alone: those round alike everywhere,
-    pow does not."""
-    out = np.ones(weights.shape)
-    root = weights
-    rest = power
-    for _ in range(8):
-        if rest >= 1:
-            out, rest = out * root, rest - 1
-        root, rest = np.sqrt(root), rest * 2
-    return out
+    return floor
 
 
 def _improve(

@@ -40,39 +40,43 @@ def empty_wasted(table: IntArray) -> IntArray:
 
 
 def part_duplicates(weights: FloatArray, table: IntArray, most: int) -> tuple[IntArray, BoolArray]:
-    """weights [B, E], full table [B, G, k] -> (table, clean [B]): each duplicate is swapped with
-    the slot that leaves the less busy pair of GPUs. Rows with more than `most` duplicates, or where
-    no swap parts one, are not clean (and are as they were, in part)."""
+    """weights [B, E], full table [B, G, k], k <= E -> (table, clean [B]): each duplicate is swapped
+    with the slot that leaves the less busy pair of GPUs, or, where no swap parts it, passes to the
+    expert not there that leaves the GPU least busy. Rows with more than `most` duplicates are not
+    clean, and are as they were."""
     table = table.copy()
     duplicate = is_duplicate(table)
     clean = duplicate.sum(axis=(1, 2)) <= most
     for row in np.flatnonzero(clean & duplicate.any(axis=(1, 2))):
-        clean[row] = _part_row(weights[row], table[row], duplicate[row])
+        _part_row(weights[row], table[row], duplicate[row])
     return table, clean
 
 
-def _part_row(weights: FloatArray, table: IntArray, duplicate: BoolArray) -> bool:
+def _part_row(weights: FloatArray, table: IntArray, duplicate: BoolArray) -> None:
     gpus, room = table.shape
-    share = weights / np.bincount(table.ravel(), minlength=len(weights))
-    load = in_order_sum(share[table])
+    counts = np.bincount(table.ravel(), minlength=len(weights))
     hosts = np.zeros((gpus, len(weights)), dtype=np.int64)
     np.add.at(hosts, (np.arange(gpus)[:, None], table), 1)
     for gpu, place in np.argwhere(duplicate):
+        share = weights / counts
+        load = in_order_sum(share[table])
         expert = table[gpu, place]
         less = share[expert] - share[table]
         after = np.maximum(load[gpu] - less, load[:, None] + less)
-        after[(hosts[:, expert] > 0)] = np.inf
+        after[hosts[:, expert] > 0] = np.inf
         after[hosts[gpu, table] > 0] = np.inf
         best = int(after.argmin())
         other, at = divmod(best, room)
-        if not np.isfinite(after[other, at]):
-            return False
-        moved = table[other, at]
-        table[gpu, place], table[other, at] = moved, expert
-        load[gpu] -= less[other, at]
-        load[other] += less[other, at]
+        if np.isfinite(after[other, at]):
+            moved = table[other, at]
+            table[other, at] = expert
+            hosts[other, moved] -= 1
+            hosts[other, expert] += 1
+        else:
+            new = np.where(hosts[gpu] > 0, np.inf, weights / (counts + 1))
+            moved = int(new.argmin())
+            counts[expert] -= 1
+            counts[moved] += 1
+        table[gpu, place] = moved
         hosts[gpu, expert] -= 1
-        hosts[other, moved] -= 1
         hosts[gpu, moved] += 1
-        hosts[other, expert] += 1
-    return True

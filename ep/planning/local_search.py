@@ -255,8 +255,8 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     """One slot of each row passes to another expert: either some slot takes a copy more of an
     expert of the busiest GPU, or a slot of the busiest GPU takes a copy of an expert not there.
 
-    How busy it makes the other hosts of the expert that loses a copy is estimated from above (the
-    busiest of its hosts, wherever the slot is taken), so a move may be missed, never be wrong.
+    The other hosts of the expert that loses a copy take over its part: the busiest of them counts,
+    which is the expert's busiest host, or its second busiest where the slot is taken from that.
     """
     gpus, room = slots.table.shape[1:]
     experts = slots.weights.shape[1]
@@ -267,13 +267,15 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     peak = load[at, busy]
     table = slots.table[active].reshape(count, gpus * room)  # [A, P]
     copies, share, weights = slots.counts[active], slots.share[active], slots.weights[active]
-    busiest_host = np.full((count, experts), -np.inf)
+    named = (table + at[:, None] * experts).ravel()
     of_slot = np.repeat(load, room, axis=1)
-    np.maximum.at(busiest_host.ravel(), (table + at[:, None] * experts).ravel(), of_slot.ravel())
-    grown = np.where(copies > 1, weights / np.maximum(copies - 1, 1) - share, np.inf)
-    after_loss = busiest_host + grown  # [A, E]
+    first, second = _two_busiest_hosts(named, of_slot.ravel(), count * experts)
+    grown = weights / np.maximum(copies - 1, 1) - share
+    others = np.where(of_slot.ravel() < first[named], first[named], second[named])
+    after_loss = others.reshape(of_slot.shape) + np.take_along_axis(grown, table, axis=1)  # [A, P]
+    after_loss[np.take_along_axis(copies, table, axis=1) == 1] = np.inf
     if slots.empty:
-        after_loss[:, -1] = -np.inf  # nobody grows when an empty slot is filled
+        after_loss[table == experts - 1] = -np.inf  # nobody grows when an empty slot is filled
     with_one_more = weights / (copies + 1)
     mine = slots.table[active, busy]  # [A, k]
     mine_share = np.take_along_axis(share, mine, axis=1)
@@ -284,7 +286,7 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     there = of_slot - np.take_along_axis(share, table, axis=1)
     more = np.maximum(
         there[:, None, :] + mine_more[:, :, None],
-        np.take_along_axis(after_loss, table, axis=1)[:, None, :],
+        after_loss[:, None, :],
     )
     more = np.maximum(more, relieved[:, :, None])
     hosted = slots.hosts[active[:, None, None], np.arange(gpus)[:, None], mine[:, None, :]]
@@ -296,7 +298,7 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     # A slot of the busiest passes to an expert that is not there.
     less = np.maximum(
         (peak[:, None] - mine_share)[:, :, None] + with_one_more[:, None, :],
-        np.take_along_axis(after_loss, mine, axis=1)[:, :, None],
+        after_loss.reshape(count, gpus, room)[at, busy][:, :, None],
     )
     less = np.where(slots.hosts[active, busy][:, None, :], np.inf, less)
     less = less.reshape(count, room * experts)
@@ -313,3 +315,18 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     rows = active[ok]
     slots.put(rows, gpu, place, expert)
     return ok, (rows, gpu, place, expert)
+
+
+def _two_busiest_hosts(named: IntArray, load: FloatArray, experts: int) -> tuple[FloatArray, ...]:
+    """named [n]: expert of each slot; load [n] of its GPU -> the busiest host of each expert and
+    the busiest but one (as busy, where two are), -inf where there is none."""
+    order = np.argsort(load, kind="stable")
+    named, load = named[order], load[order]
+    first, second = np.full(experts, -np.inf), np.full(experts, -np.inf)
+    # Of several writes to one place the last one stays: here the largest.
+    at = np.empty(experts, dtype=np.int64)
+    at[named] = np.arange(len(named))
+    first[named] = load
+    rest = at[named] != np.arange(len(named))
+    second[named[rest]] = load[rest]
+    return first, second
