@@ -1,0 +1,44 @@
+"""The low-latency adapter on the real library: a GPU sends to itself, and agrees with the twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dispatch.base import CombineForm, DispatchConfig, Layout
+from dispatch.deepep_ll import LowLatencyDispatcher
+from dispatch.selfcheck import expected, expert_output, make_case
+from ep.group import EPGroup
+from ep.placement import ExpertPlacement
+
+CONFIG = DispatchConfig(2048, 4, 16, 64, torch.bfloat16, deterministic=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("use_fp8", "tolerance"), [(False, 0.005), (True, 0.05)])
+def test_a_gpu_sends_to_itself(use_fp8: bool, tolerance: float) -> None:
+    group = EPGroup.single()
+    answer = LowLatencyDispatcher.probe(group, CONFIG)
+    if not answer.ok:
+        pytest.skip(answer.reason)
+    d = LowLatencyDispatcher(group, CONFIG, use_fp8=use_fp8)
+    try:
+        for seed, tokens in enumerate((48, 0, 1, 64)):
+            placement = ExpertPlacement.trivial(1, 16, 1)
+            case = make_case(CONFIG, placement, [tokens], seed, masked=0.2)
+            want = expected(case, CombineForm.PAIRS)[1][0]
+            handle = d.dispatch_start(
+                case.xs[0].cuda(), case.slots[0].cuda(), case.weights[0].cuda()
+            )
+            received = d.dispatch_finish(handle)
+            assert received.layout is Layout.MASKED
+            y = torch.zeros_like(received.x)
+            for slot, n in enumerate(received.counts.tolist()):
+                expert = torch.full((n,), slot, device="cuda")
+                y[slot, :n] = expert_output(received.x[slot, :n], expert)
+            d.combine_start(handle, y)
+            out = d.combine_finish(handle).cpu()
+            assert out.shape == want.shape
+            assert float((out - want).norm()) <= tolerance * float(want.norm())
+    finally:
+        d.close()
