@@ -36,10 +36,11 @@ def write_whole(path: Path, content: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-def write_arrays(arrays: dict[str, NDArray[Any]]) -> bytes:
-    """A compressed archive of these arrays."""
+def write_arrays(arrays: dict[str, NDArray[Any]], compress: bool = True) -> bytes:
+    """An archive of these arrays. compress: takes its time, where there are many counts."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    write = np.savez_compressed if compress else np.savez
+    write(buffer, allow_pickle=False, **arrays)
     return buffer.getvalue()
 
 

@@ -248,15 +248,15 @@ class ExpertRecording:
 
     # -- files -----------------------------------------------------------------------------
 
-    def to_bytes(self) -> bytes:
-        """The file's content."""
+    def to_bytes(self, compress: bool = True) -> bytes:
+        """The file's content. compress False: larger, and made at once."""
         head = {"format": FORMAT, "version": VERSION, **asdict(self.info)}
         head["num_logical_experts"] = self.num_experts
         head["generations"] = [p.generation for p in self.placements]
         arrays = {name: smallest(getattr(self, name)) for name in _ARRAYS}
         for i, placement in enumerate(self.placements):
             arrays[f"placement_{i}"] = smallest(placement.physical_to_logical)
-        return write_arrays({"info": np.array(json.dumps(head)), **arrays})
+        return write_arrays({"info": np.array(json.dumps(head)), **arrays}, compress)
 
     def save(self, path: str | Path) -> None:
         """Write `path` whole or not at all: under another name first, then renamed."""

@@ -59,12 +59,18 @@ class _Interval:
 
 
 class RecordingCollector:
-    """One recording: `heard` all messages of its number, then `result` when `ended`."""
+    """One recording: `heard` all messages of its number, then `result` when `ended`. num_experts:
+    of a layer, for a recording in which there is nothing to count."""
 
     def __init__(
-        self, recording: int, info: RecordingInfo, *, max_bytes: int = RECORDING_BYTES
+        self,
+        recording: int,
+        info: RecordingInfo,
+        num_experts: int = 1,
+        *,
+        max_bytes: int = RECORDING_BYTES,
     ) -> None:
-        self.recording, self.info = recording, info
+        self.recording, self.info, self._experts = recording, info, num_experts
         self.num_ranks = info.num_ranks
         self._max_bytes = max_bytes
         self._complete: list[_Interval] = []
@@ -125,7 +131,7 @@ class RecordingCollector:
 
     def _num_experts(self) -> int:
         every = [*self._placements.values()]
-        return every[0].num_logical_experts if every else 1
+        return every[0].num_logical_experts if every else self._experts
 
     def _add(self, message: LoadInterval) -> None:
         if message.rank in self._ended or message.index < self._next:
@@ -230,6 +236,12 @@ def recording_info(
         moeserve_version=_version(),
         started_at=datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
     )
+
+
+def experts_of(info: dict[str, Any]) -> int:
+    """Logical experts of a layer, from a rank's `Ready.info`; 1 where it does not say."""
+    placement = info.get("placement")
+    return int(placement.get("num_logical_experts", 1)) if isinstance(placement, dict) else 1
 
 
 def _version() -> str:

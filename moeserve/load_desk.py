@@ -7,13 +7,14 @@ sockets or HTTP; sums are made by `collector`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ep.recording import ExpertRecording
 from moeserve import wire
-from moeserve.collector import JobLoad, RecordingCollector, recording_info
+from moeserve.collector import JobLoad, RecordingCollector, experts_of, recording_info
 from moeserve.errors import EngineFailed, InvalidRequest, MoeserveError, NotReady
 from moeserve.wire_experts import AskLoad, FromRank, LoadReport, StartRecording, StopRecording
 
@@ -63,7 +64,19 @@ class LoadDesk:
             return "none"
         if self._fault is not None:
             return "failed"
-        return "finished" if self._collector.ended else "recording"
+        if self._collector.ended:
+            return "finished"
+        return "recording" if self._lost is None else "failed"
+
+    @property
+    def number(self) -> int:
+        """Of the last recording, from 1."""
+        return self._number
+
+    @property
+    def cut_short(self) -> str | None:
+        """Why the last recording ended before it was told to; None where it did not."""
+        return self._lost if self.status == "failed" else None
 
     def start(self, interval_steps: int = INTERVAL_STEPS, max_steps: int = 0) -> None:
         """Begin a recording at the next step that all ranks agree on; the last one is forgotten.
@@ -77,14 +90,16 @@ class LoadDesk:
         self._number += 1
         self._max_steps, self._started, self._fault = max_steps, time.time(), None
         info = recording_info(self._info(), self._num_ranks, interval_steps, self._started)
-        self._collector = RecordingCollector(self._number, info)
+        self._collector = RecordingCollector(self._number, info, experts_of(self._info()))
         message = StartRecording(self._number, interval_steps, max_steps)
         for rank in range(self._num_ranks):
             self._send(rank, message)
 
     async def stop(self, seconds: float = ANSWER_SECONDS) -> ExpertRecording:
         """End the recording, or take the one that has ended; it can be taken again until the next
-        start. RecordingConflict: there is none. NotReady: ranks have not answered in time."""
+        start. Of a job that has ended: what all ranks had told by then (`cut_short` says why).
+        RecordingConflict: there is none. NotReady: ranks have not answered in time. EngineFailed:
+        what ranks told does not go together."""
         collector = self._collector
         if collector is None:
             raise RecordingConflict("no recording was started: POST /experts/recording/start")
@@ -95,6 +110,14 @@ class LoadDesk:
         if self._fault is not None:
             raise EngineFailed(self._fault)
         return await asyncio.to_thread(collector.result)  # large ones take their time
+
+    async def ended(self, hurry: Callable[[], bool], look_every: float = 0.1) -> None:
+        """Return when no recording runs, or hurry() is true; that is asked every so many
+        seconds."""
+        while self.status == "recording" and not hurry():
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), look_every)
 
     def state(self) -> dict[str, Any]:
         """The recording as plain data."""
@@ -111,8 +134,8 @@ class LoadDesk:
                 "num_tokens": collector.num_tokens,
                 "bytes": collector.nbytes,
             }
-        if self._fault is not None:
-            state["reason"] = self._fault
+        if self.status == "failed":
+            state["reason"] = self._fault or self._lost
         return state
 
     # -- questions -----------------------------------------------------------------------------
@@ -146,8 +169,6 @@ class LoadDesk:
     def lost(self, reason: str) -> None:
         """The job ends: nobody waits any longer."""
         self._lost = reason
-        if self.status == "recording":
-            self._fault = reason
         self._changed.set()
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:

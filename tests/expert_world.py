@@ -112,6 +112,8 @@ class ExpertRank(FakeRank):
                 self.send(self._report(message.ask))
             case Rebalance():
                 result, reason, after, said = self.wishes.pop(0)
+                if result == "never":  # it moves, for a long time
+                    return False
                 if after is not None:
                     self.placement = after
                     self.send(PlacementInUse.of(0, after))

@@ -78,7 +78,7 @@ def make(
     placement = ExpertPlacement.trivial(LAYERS, EXPERTS, 1 if group is None else group.size)
     runner = ModelRunner(model, pages, cache.tables, recorder)
     info: dict[str, object] = {
-        "placement": {"num_layers": LAYERS},
+        "placement": {"num_layers": LAYERS, "num_logical_experts": EXPERTS},
         "first_moe_layer": 1,
         "picks_per_token": TOP,
         "checkpoint": "gated",

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from gated_toy import real_job
+from gated_toy import EXPERTS, real_job
 
 from ep.recording import ExpertRecording
 from launch.experts.record import Record
@@ -74,7 +74,8 @@ def test_so_many_seconds_and_nothing_to_do(job: Rehearsal, tmp_path: Path, capsy
     Record(job.url.removeprefix("http://") + "/v1/", path, seconds=0.05).run()
     said = capsys.readouterr()
     assert "0 steps" in said.out and "nothing was computed" in said.err
-    assert ExpertRecording.load(path).num_intervals == 0
+    empty = ExpertRecording.load(path)
+    assert empty.num_intervals == 0 and empty.num_experts == EXPERTS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -126,6 +127,51 @@ def test_a_server_that_refuses_or_is_none(job: Rehearsal, tmp_path: Path) -> Non
     with pytest.raises(MoeserveError, match="no answer"):
         Record("http://127.0.0.1:9", tmp_path / "a.npz", steps=1).run()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_recorded_is_saved_when_a_rank_dies(tmp_path: Path, capsys: Any) -> None:
+    write_tokenizer(tmp_path / "c")
+    path = tmp_path / "load.npz"
+    with real_job(tmp_path / "c") as job:
+
+        def work_and_die() -> None:
+            body = {"prompt": [1, 2, 3], "max_tokens": 6, "ignore_eos": True}
+            with httpx.Client(base_url=job.url, timeout=20) as http:
+                while http.get("/experts/recording").json()["status"] != "recording":
+                    pass
+                while http.get("/experts/recording").json()["num_steps"] < 6:
+                    http.post("/v1/completions", json=body).raise_for_status()
+            job.on_loop(lambda: job.client._unreachable(0))
+
+        working = threading.Thread(target=work_and_die)
+        working.start()
+        with pytest.raises(MoeserveError) as caught:
+            Record(job.url, path, seconds=60, interval_steps=1, as_json=True).run()
+        working.join(20)
+        job.ranks[0].die()
+    assert "cut short: rank 0" in str(caught.value) and f"saved in {path}" in str(caught.value)
+    saved = ExpertRecording.load(path)
+    assert saved.num_steps.sum() >= 6 and saved.counts.sum() > 0
+    assert "rank 0" in json.loads(capsys.readouterr().out)["cut_short"]
+
+
+def test_what_was_recorded_is_saved_when_the_server_stops(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "c")
+    path = tmp_path / "load.npz"
+    with real_job(tmp_path / "c") as job:
+
+        def stop() -> None:
+            while httpx.get(f"{job.url}/experts/recording").json()["status"] != "recording":
+                pass
+            job.on_loop(lambda: setattr(job.client, "draining", True))
+
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        with pytest.raises(MoeserveError, match="cut short: the server is shutting down"):
+            Record(job.url, path, seconds=60).run()
+        stopping.join(20)
+        job.ranks[0].die()
+    assert ExpertRecording.load(path).num_experts == EXPERTS
 
 
 def test_the_key_is_asked_for(tmp_path: Path) -> None:

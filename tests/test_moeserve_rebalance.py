@@ -361,9 +361,11 @@ def test_what_cannot_be_done_is_refused_and_is_no_failure(world: World) -> None:
             for number, wish in enumerate(wishes, start=1):
                 if group.rank == 0:
                     one.ask(wish)
-                run(group, one, lambda number=number: one.stats().nothing == number)
+                run(group, one, lambda number=number: one.number >> 32 == number and not one.moving)
                 reports += one.take_reports()
-            return reports, one.stats().abandoned
+            stats = one.stats()
+            assert not stats.nothing and not stats.look_reason, "the job did not look"
+            return reports, stats.abandoned
         finally:
             one.close()
 
@@ -394,6 +396,7 @@ def test_wishes_are_answered_and_one_at_a_time(world: World) -> None:
             return len(reports) == 2
 
         run(group, one, answered)
+        assert not one.stats().nothing and not one.stats().look_reason, "a dry run is no look"
         one.close()
         return reports
 
@@ -410,6 +413,11 @@ def test_wishes_are_answered_and_one_at_a_time(world: World) -> None:
 
 
 # -- the front end's side -----------------------------------------------------------------------
+
+
+def moving_stats() -> RebalanceStats:
+    names = RebalanceStats.__struct_fields__[:16]
+    return RebalanceStats(**dict.fromkeys(names, 0) | {"enabled": True, "state": "moving"})
 
 
 def test_the_desk_waits_for_its_own_answer() -> None:
@@ -431,6 +439,10 @@ def test_the_desk_waits_for_its_own_answer() -> None:
         with pytest.raises(NotReady, match="0.01 s"):
             await desk.ask(seconds=0.01)
         assert desk.state() is None
+        desk = RebalanceDesk(lambda rank, message: None, lambda: moving_stats())
+        assert desk.state()["state"] == "moving"
+        desk.lost("rank 1 died")
+        assert desk.state()["state"] == "ended"
 
     asyncio.run(main())
 

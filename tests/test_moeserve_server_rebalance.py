@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,36 @@ def test_a_refusal_is_a_conflict(job: Rehearsal, http: httpx.Client) -> None:
     assert http.get("/experts/rebalance").json()["wishes"][0]["result"] == "refused"
 
 
+def test_one_at_a_time(job: Rehearsal, http: httpx.Client) -> None:
+    rank0(job).wishes = [("never", "", None, {})]
+    assert http.post("/experts/rebalance", json={"wait": False}).status_code == 202
+    answer = http.post("/experts/rebalance", json={"wait": False})
+    assert answer.status_code == 409 and "under way (number 1)" in answer.text
+
+
+def test_whoever_does_not_wait_hears_of_a_refusal(job: Rehearsal, http: httpx.Client) -> None:
+    rank0(job).wishes = [("refused", "a rebalance is under way", None, {})]
+    rank0(job).tell("moving")  # one of the job's own
+    while http.get("/health").json()["rebalance"]["state"] != "moving":
+        pass
+    answer = http.post("/experts/rebalance", json={"wait": False})
+    assert answer.status_code == 409 and "a rebalance is under way" in answer.text
+
+
+def test_a_server_that_stops_does_not_wait_for_the_end(job: Rehearsal, http: httpx.Client) -> None:
+    rank0(job).wishes = [("never", "", None, {})]
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(http.post("/experts/rebalance")))
+    waiting.start()
+    with httpx.Client(base_url=job.url) as other:
+        while not other.get("/experts/rebalance").json()["wishes"]:
+            pass
+    job.on_loop(lambda: setattr(job.client, "draining", True))
+    waiting.join(10)
+    (answer,) = answers
+    assert answer.status_code == 503 and "shutting down" in answer.text
+
+
 def bad_tables() -> list[tuple[Any, str]]:
     good = better().physical_to_logical.tolist()
     return [
@@ -137,6 +168,9 @@ def test_a_table_that_cannot_be(http: httpx.Client, table: Any, said: str) -> No
         ({"options": {"max_moved_slots": 0}}, "options.max_moved_slots"),
         ({"options": {"extra_slots_per_gpu": 1}}, "options.extra_slots_per_gpu"),
         ({"options": {"robust": "max"}, "placement": [[0]]}, "options"),
+        ({"force": False, "placement": [[0]]}, "force"),
+        ({"options": {"policy": "eplb", "max_moved_slots": 3}, "wait": False}, "options.policy"),
+        ({"options": {"policy": "contiguous", "max_moved_slots": 3}}, "options.policy"),
     ],
 )
 def test_wrong_fields_are_named(job: Rehearsal, http: httpx.Client, body: Any, field: str) -> None:

@@ -41,7 +41,7 @@ def start_recording(engine: Engine) -> None:
 
 def save_recording(engine: Engine, path: Path) -> None:
     """End it and have rank 0 write the file. Collective: every rank calls it, idle."""
-    from moeserve.collector import RecordingCollector, recording_info
+    from moeserve.collector import RecordingCollector, experts_of, recording_info
     from moeserve.load_desk import INTERVAL_STEPS
     from moeserve.lockstep import gather_objects
 
@@ -51,7 +51,7 @@ def save_recording(engine: Engine, path: Path) -> None:
     if engine.group.rank:
         return
     info = recording_info(engine.info, engine.group.size, INTERVAL_STEPS, time.time())
-    collector = RecordingCollector(_NUMBER, info)
+    collector = RecordingCollector(_NUMBER, info, experts_of(engine.info))
     for reports in everywhere:
         for report in reports:
             collector.heard(report)

@@ -5,6 +5,7 @@ Knows URLs, the admin key and how a server says no. Knows nothing of what is sho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,8 +54,12 @@ class ExpertsHttp:
         """The JSON that POST gives."""
         return self._json(self._send("POST", path, json=body))
 
-    def post_for_bytes(self, path: str) -> bytes:
-        return self._send("POST", path, timeout=STOP_SECONDS).content
+    def post_for_bytes(
+        self, path: str, seconds: float | None = STOP_SECONDS, **query: Any
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """(content, headers). seconds: without a byte; None: for ever."""
+        answer = self._send("POST", path, timeout=httpx.Timeout(seconds, connect=5), params=query)
+        return answer.content, answer.headers
 
     def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         if arguments.get("json", 0) is None:

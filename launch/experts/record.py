@@ -1,7 +1,9 @@
 """`moeserve experts record`: expert load of a running job, from now until told, into a file.
 
 Knows the order of starting, waiting, stopping and saving, and what a person sees meanwhile. The
-counts lie in the server until the end: it is asked for them once.
+counts lie in the server until the end. It is asked for them at the beginning, on a thread, and
+answers at the end: so they come also where a rank dies or the server stops, and it has no time
+left to be asked.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +23,12 @@ from ep.archive import write_whole
 from ep.load import PHASES
 from ep.recording import ExpertRecording, RecordingError
 from launch.experts.file import output_problems
-from launch.experts.http import ExpertsHttp
+from launch.experts.http import STOP_SECONDS, ExpertsHttp
 from moeserve.errors import ConfigError, MoeserveError
 
 LOOK_EVERY = 0.25  # seconds between two looks at how far it is
+LAST_SECONDS = 10.0  # what a server that can no longer be asked may take to answer
+CUT_SHORT = "x-recording-cut-short"  # header: why it ended before it was told to
 
 
 @dataclass(frozen=True)
@@ -39,25 +44,31 @@ class Record:
     admin_key: str | None = None
 
     def run(self) -> None:
-        """Record and save. ConfigError before anything is started; MoeserveError: the server."""
+        """Record and save. ConfigError before anything is started; MoeserveError: the server, or,
+        after saving, that it ended before it was told to."""
         self._check()
         with ExpertsHttp(self.url, self.admin_key) as http, _terminated_is_interrupted():
             body = {"interval_steps": self.interval_steps, "max_steps": self.steps or 0}
             http.post("/experts/recording/start", body)
-            began = time.monotonic()
+            began, end = time.monotonic(), _End(http)
             try:
                 with _progress(self.seconds, self.steps) as show:
-                    self._wait(http, began, show)
+                    self._wait(http, began, show, end)
             except KeyboardInterrupt:
                 print("stopping: what was recorded is saved", file=sys.stderr)
-            content = http.post_for_bytes("/experts/recording/stop")
+            content, cut_short = end.now()
             elapsed = time.monotonic() - began
         try:
             recording = ExpertRecording.from_bytes(content)
         except RecordingError as error:
             raise MoeserveError(f"{self.url}: what came is no recording: {error}") from error
         write_whole(self.output, content)
-        self._tell(recording, len(content), elapsed)
+        self._tell(recording, len(content), elapsed, cut_short)
+        if cut_short is not None:
+            raise MoeserveError(
+                f"{self.url}: the recording was cut short: {cut_short}; "
+                f"{int(recording.num_steps.sum())} steps are saved in {self.output}"
+            )
 
     def _check(self) -> None:
         problems = []
@@ -69,21 +80,27 @@ class Record:
         if problems:
             raise ConfigError(problems)
 
-    def _wait(self, http: ExpertsHttp, began: float, show: Any) -> None:
-        """Until the time is over or the server says that it has the steps."""
+    def _wait(self, http: ExpertsHttp, began: float, show: Any, end: _End) -> None:
+        """Until the time is over, the server says that it has the steps, or it goes away."""
         while True:
             left = LOOK_EVERY
             if self.seconds is not None:
                 left = min(left, began + self.seconds - time.monotonic())
                 if left <= 0:
                     return
-            time.sleep(left)
-            state = http.get("/experts/recording")
+            if end.came(left):
+                return
+            try:
+                state = http.get("/experts/recording")
+            except MoeserveError:
+                return  # what it says at its end tells more
             show(time.monotonic() - began, state.get("num_steps", 0), state.get("num_tokens", 0))
             if state.get("status") != "recording":
                 return
 
-    def _tell(self, recording: ExpertRecording, size: int, elapsed: float) -> None:
+    def _tell(
+        self, recording: ExpertRecording, size: int, elapsed: float, cut_short: str | None
+    ) -> None:
         tokens = recording.tokens.sum(axis=0)
         steps = int(recording.num_steps.sum())
         if self.as_json:
@@ -100,6 +117,7 @@ class Record:
                 "num_logical_experts": recording.num_experts,
                 "num_ranks": recording.info.num_ranks,
                 "generations": sorted({p.generation for p in recording.placements}),
+                "cut_short": cut_short,
             }
             print(json.dumps(report))
             return
@@ -107,8 +125,53 @@ class Record:
             f"{self.output}: {steps} steps in {recording.num_intervals} intervals, "
             f"{tokens[0]} prefill and {tokens[1]} decode tokens, {elapsed:.1f} s, {size} bytes"
         )
-        if not steps:
+        if not steps and cut_short is None:
             print("no step had tokens: nothing was computed meanwhile", file=sys.stderr)
+
+
+class _End:
+    """The answer to "give me this recording when it has ended"."""
+
+    def __init__(self, http: ExpertsHttp) -> None:
+        self._http = http
+        self._content: bytes | None = None
+        self._cut_short: str | None = None
+        self._error: MoeserveError | None = None
+        self._ended = threading.Event()  # joining a thread does not survive a Ctrl-C
+        threading.Thread(target=self._run, name="recording", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._content, headers = self._http.post_for_bytes(
+                "/experts/recording/stop", None, wait="true"
+            )
+            self._cut_short = headers.get(CUT_SHORT)
+        except MoeserveError as error:
+            self._error = error
+        except RuntimeError as error:  # of httpx, where the command ends first
+            self._error = MoeserveError(str(error))
+        finally:
+            self._ended.set()
+
+    def came(self, seconds: float) -> bool:
+        """Whether it comes within so many seconds."""
+        return self._ended.wait(seconds)
+
+    def now(self) -> tuple[bytes, str | None]:
+        """End the recording -> (its file, why it had ended before)."""
+        patience = STOP_SECONDS
+        if not self._ended.is_set():
+            try:
+                self._http.post("/experts/recording/stop?format=json")
+            except MoeserveError:
+                if not self.came(LAST_SECONDS):
+                    raise
+        if not self.came(patience):
+            raise MoeserveError(f"{self._http.url}: the recording did not come in {patience:g} s")
+        if self._content is None:
+            assert self._error is not None
+            raise self._error
+        return self._content, self._cut_short
 
 
 @contextmanager

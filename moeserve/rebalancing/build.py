@@ -18,7 +18,6 @@ from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from ep.planner import PlanOptions, plan
 from ep.planning.plan_loads import PlanError
-from ep.presets import PRESETS
 from ep.rebalance import RebalancePolicy
 from ep.transfer import Transfer
 from moeserve.config import ServeConfig
@@ -26,6 +25,7 @@ from moeserve.errors import ConfigError
 from moeserve.lockstep import agree_on_problems, gather_objects
 from moeserve.rebalancing.plan import IntArray, PlanMaker, Planner
 from moeserve.rebalancing.rebalancer import Movable, RebalanceOptions, Rebalancer
+from moeserve.rebalancing.settings import planner_options
 from moeserve.recorder import StepRecorder
 
 SILENCE = 0.5  # of the deadline: how long a source may take to answer
@@ -51,20 +51,6 @@ def rebalance_problems(
     except PlanError as error:
         return [f"rebalance.{error}"]
     return []
-
-
-def planner_options(config: ServeConfig) -> dict[str, Any]:
-    """Those of `ep.planner.PlanOptions` that are settings; a named layout has a group policy."""
-    section = config.rebalance
-    policy: str = section.group_policy
-    layout = PRESETS.get(config.parallel.layout or "")
-    if layout is not None and "group_policy" not in section.model_fields_set:
-        policy = layout.group_policy
-    return {
-        "robust": section.robust,
-        "group_policy": policy,
-        "max_moved_slots": section.max_moved_slots,
-    }
 
 
 def our_planner(group: EPGroup, num_groups: int, routed: int) -> Planner:

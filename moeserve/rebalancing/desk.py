@@ -27,6 +27,7 @@ class RebalanceDesk:
         self._send, self._stats = send, stats
         self._asks = 0
         self._answers: dict[int, asyncio.Future[RebalanceReport]] = {}
+        self._lost = False
 
     async def ask(
         self,
@@ -52,13 +53,13 @@ class RebalanceDesk:
 
     def state(self) -> dict[str, Any] | None:
         """The part of /health about rebalancing; None before rank 0 reported, or where experts
-        cannot move (one rank)."""
+        cannot move (one rank). After the end of the job its state is `ended`; counters stay."""
         stats = self._stats()
         if stats is None:
             return None
         return {
             "enabled": stats.enabled,
-            "state": stats.state,
+            "state": "ended" if self._lost else stats.state,
             "seconds_in_state": round(stats.seconds_in_state, 3),
             "batch": stats.batch,
             "num_batches": stats.num_batches,
@@ -85,6 +86,7 @@ class RebalanceDesk:
 
     def lost(self, reason: str) -> None:
         """The job ends: nobody waits any longer."""
+        self._lost = True
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(NotReady(reason))

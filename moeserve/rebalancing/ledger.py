@@ -51,18 +51,22 @@ class RebalanceLedger:
         generation: int,
         answer: Answer | None,
         failure: str,
+        dry_run: bool = False,
     ) -> str:
         """Take down how a rebalance ended -> the reason. answer: rank 0's; failure: what this rank
-        knows of its own."""
+        knows of its own; dry_run: it was only to be said what would be done."""
         reason = CAUSE_TEXT[order.cause]
         if order.result is Result.ABANDONED and order.cause is not Cause.DIFFERS:
             reason = f"rank {order.rank}: {reason}"
         if failure and order.result is Result.ABANDONED:
             reason = f"{reason} ({failure})"
-        self.counts[order.result] += 1
-        self.seconds += seconds
         if answer is not None:
             self.utilisation = answer.utilisation
+        asked_only = dry_run or order.cause in (Cause.DRY_RUN, Cause.REFUSED)
+        if asked_only and order.result is Result.NOTHING:
+            return reason  # no look of the job's: it says nothing of whether there is much to move
+        self.counts[order.result] += 1
+        self.seconds += seconds
         if order.result is Result.NOTHING:
             self.look_reason = reason
             return reason

@@ -368,6 +368,7 @@ class Rebalancer:
             self.placement.generation,
             self._answer,
             self._failure,
+            dry_run=self._wish is not None and self._wish.dry_run,
         )
         if self._wish is not None:
             said = {} if self._answer is None else self._answer.explanation

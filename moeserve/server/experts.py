@@ -23,11 +23,13 @@ from ep.load import PHASES
 from ep.recording import ExpertRecording
 from moeserve.collector import JobLoad
 from moeserve.errors import InvalidRequest
-from moeserve.load_desk import INTERVAL_STEPS, MAX_INTERVAL_STEPS
+from moeserve.load_desk import INTERVAL_STEPS, MAX_INTERVAL_STEPS, RecordingConflict
 from moeserve.server.fields import AnyBody
 from moeserve.server.rebalance import add_rebalance
 from moeserve.server.service import Service
 from moeserve.server.sse import JsonBytes
+
+CUT_SHORT = "x-recording-cut-short"  # header: why a recording ended before it was told to
 
 ReadBody = Callable[[Service, HttpRequest, type[Any]], Awaitable[Any]]
 
@@ -77,21 +79,37 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
         desk.start(body.interval_steps, body.max_steps)
         return JsonBytes(desk.state())
 
-    async def stop(format: str = "npz") -> Response:
+    def stopping() -> bool:
+        return service.client.draining and not service.client.num_in_flight
+
+    async def stop(format: str = "npz", wait: str = "false") -> Response:
         """End the recording, or take again the one that has ended: the file as bytes, or with
-        format=json what it holds in a few words."""
+        format=json what it holds in a few words.
+
+        wait=true: not before it ends by itself, is stopped by somebody, or the server stops. Of a
+        job that has failed: what was recorded by then; the header x-recording-cut-short says
+        why."""
         if format not in ("npz", "json"):
             raise InvalidRequest("format", format, "must be npz or json")
+        if wait not in ("true", "false"):
+            raise InvalidRequest("wait", wait, "must be true or false")
+        number, hurried = desk.number, False
+        if wait == "true":
+            await desk.ended(stopping)
+            hurried = desk.status == "recording"
+            if desk.number != number:
+                raise RecordingConflict("another recording was started since this one ended")
         recording = await desk.stop()
         if format == "json":
             return JsonBytes(desk.state() | describe(recording))
-        content = await asyncio.to_thread(recording.to_bytes)
+        reason = desk.cut_short or ("the server is shutting down" if hurried else None)
+        # A job that has failed is gone in a second: there is no time to pack.
+        content = await asyncio.to_thread(recording.to_bytes, desk.cut_short is None)
         name = f"experts-{recording.info.started_at.replace(':', '')}.npz"
-        return Response(
-            content,
-            media_type="application/octet-stream",
-            headers={"content-disposition": f'attachment; filename="{name}"'},
-        )
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        if reason is not None:
+            headers[CUT_SHORT] = " ".join(reason.encode("ascii", "replace").decode().split())
+        return Response(content, media_type="application/octet-stream", headers=headers)
 
     app.post("/experts/recording/stop", summary="Stop recording, and get it")(stop)
     app.get("/experts/recording/stop", include_in_schema=False)(stop)

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from ep.placement import ExpertPlacement, PlacementError
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
 from moeserve.rebalancing.desk import RebalanceDesk
+from moeserve.rebalancing.settings import planner_options
 from moeserve.server.fields import AnyBody, Rules
 from moeserve.server.service import Service
 from moeserve.server.sse import JsonBytes
@@ -33,6 +34,8 @@ LayerNumbers = Callable[[Service], tuple[int, ...]]
 RowsOf = Callable[[Service, str | None], slice]
 
 REMEMBERED = 16  # results of wishes
+LOOK_EVERY = 0.05  # seconds between looks at whether the server stops: nothing tells
+REFUSAL_SECONDS = 2.0  # what rank 0 may take to refuse, where it seems to be busy with another
 
 
 class RebalanceRefused(MoeserveError):
@@ -74,6 +77,13 @@ class RebalanceBody(AnyBody):
             yield (
                 ("placement", "options"),
                 InvalidRequest("options", "...", "must be absent where a placement is given"),
+            )
+        if self.placement is not None and not self.force:
+            yield (
+                ("placement", "force"),
+                InvalidRequest(
+                    "force", False, "must be true or absent where a placement is given: it is taken"
+                ),
             )
 
 
@@ -132,6 +142,11 @@ class Wishes:
         finally:
             wish.seconds = time.monotonic() - start
 
+    @property
+    def running(self) -> Wish | None:
+        """The one that has not ended; rank 0 would refuse another."""
+        return next((wish for wish in self._wishes if wish.result == "running"), None)
+
     def reports(self) -> list[dict[str, Any]]:
         """The last one first."""
         return [wish.report() for wish in reversed(self._wishes)]
@@ -173,21 +188,59 @@ def add_rebalance(
         Answers when that has ended (wait=false: at once, see GET). dry_run=true moves nothing."""
         service.client.check_ready()
         body: RebalanceBody = await read_body(request, RebalanceBody)
+        options = body.options.model_dump(exclude_none=True)
+        _check_options(service, options)
         table = b"" if body.placement is None else _table(in_use(service), body.placement)
+        if (running := wishes.running) is not None:
+            raise RebalanceRefused(
+                f"a rebalance is under way (number {running.number}); wait until it has ended"
+            )
+        seen = service.client.rebalancing.state()
         wish, task = wishes.begin(
-            dry_run=body.dry_run,
-            force=body.force,
-            options=body.options.model_dump(exclude_none=True),
-            table=table,
+            dry_run=body.dry_run, force=body.force, options=options, table=table
         )
-        if not body.wait:
-            return JsonBytes(wish.report(), status_code=202)
-        await asyncio.shield(task)
+        if body.wait:
+            await _ended(service, task)
+        elif seen is not None and seen["state"] != "idle":  # it was, when rank 0 last reported
+            await asyncio.wait({task}, timeout=REFUSAL_SECONDS)
         if wish.result == "refused":
             raise RebalanceRefused(wish.reason)
         if wish.result == "unknown":
             raise NotReady(wish.reason)
-        return JsonBytes(wish.report())
+        return JsonBytes(wish.report(), status_code=200 if body.wait else 202)
+
+
+async def _ended(service: Service, task: asyncio.Task[None]) -> None:
+    """NotReady as soon as the server stops: whoever waits must not hold that up."""
+    while not task.done():
+        if service.client.draining:
+            raise NotReady("the server is shutting down; this rebalance may not come to its end")
+        await asyncio.wait({task}, timeout=LOOK_EVERY)
+
+
+def _check_options(service: Service, options: dict[str, Any]) -> None:
+    """InvalidRequest for what the planner would refuse whatever the loads are, together with the
+    job's own settings: so that whoever does not wait hears of it too."""
+    policy = options.get("policy", "ours")
+    settled = {**planner_options(service.config), **options}
+    if policy != "ours" and settled["max_moved_slots"] is not None:
+        who = "options give" if "max_moved_slots" in options else "the job's own settings give"
+        valid = f"must be ours: it alone knows max_moved_slots, which {who}"
+        raise InvalidRequest("options.policy", policy, valid)
+    if policy == "eplb" and settled["group_policy"] == "node" and not _eplb_can_group(service):
+        valid = (
+            "must be ours, or group_policy free: EPLB keeps groups on nodes only where groups "
+            "divide by nodes and every expert has a group"
+        )
+        raise InvalidRequest("options.policy", policy, valid)
+
+
+def _eplb_can_group(service: Service) -> bool:
+    ready, now = service.client.fleet.ranks[0].ready, in_use(service)
+    info: dict[str, Any] = {} if ready is None else ready.info
+    nodes = max(1, now.num_ranks // int(info.get("ranks_per_node", 1)))
+    whole = service.client.fleet.num_routed_experts() == now.num_logical_experts
+    return int(info.get("expert_groups", 1)) % nodes == 0 and whole
 
 
 def in_use(service: Service) -> ExpertPlacement:
