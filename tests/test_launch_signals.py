@@ -43,12 +43,18 @@ def test_a_burst_is_one_wish():
     assert calls == ["drain"]
 
 
-def test_handlers_are_put_back():
-    before = {s: signal.getsignal(s) for s in StopSignals.SIGNALS}
-    with StopSignals(lambda: None, lambda: None):
-        assert all(signal.getsignal(s) != before[s] for s in before)
-    assert all(signal.getsignal(s) == before[s] for s in before)
-    assert signal.set_wakeup_fd(-1) == -1
+@pytest.mark.parametrize("hang_up", [signal.SIG_DFL, signal.SIG_IGN], ids=["plain", "nohup"])
+def test_handlers_are_put_back(hang_up: signal.Handlers):
+    outside = signal.signal(signal.SIGHUP, hang_up)
+    try:
+        before = {s: signal.getsignal(s) for s in StopSignals.SIGNALS}
+        with StopSignals(lambda: None, lambda: None):
+            kept = {s for s in before if signal.getsignal(s) == before[s]}
+            assert kept == ({signal.SIGHUP} if hang_up is signal.SIG_IGN else set())
+        assert all(signal.getsignal(s) == before[s] for s in before)
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGHUP, outside)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
