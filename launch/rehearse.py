@@ -37,8 +37,7 @@ from ep.planner import plan
 from ep.presets import PRESETS, Layout
 from ep.trace import Trace, read_trace
 from launch.experts.source import files_problems_told
-from models.deepseek.kernels.base import GateSpec
-from models.deepseek.kernels.select import create_kernels
+from launch.rehearse_model import HIDDEN, NUM_LAYERS, TOP_K, Experts, Router
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.lockstep import Lockstep, Phase, Vote
 
@@ -50,12 +49,10 @@ REHEARSALS = {
 }
 ROUTINGS = ("random", "trace")
 DISPATCHERS = {"torch": ThreadedCollective, "allgather": ThreadedAllGather}
-HIDDEN, INTERMEDIATE, TOP_K = 16, 8, 8
-NUM_LAYERS, NUM_STEPS = 4, 4
+NUM_STEPS = 4
 IDLE_SHARE = 0.25
 TOLERANCE = 1e-5  # 0 is what comes out; outputs are about 1, a wrong expert is off by as much
 _STACK_BYTES = 1 << 20  # of a rank's thread
-_SPEC = GateSpec(TOP_K, 8, 4, "sigmoid", "top2", renormalise=True, scale=2.5)
 
 
 class RehearsalFailed(MoeserveError):
@@ -186,8 +183,8 @@ class _Play:
     layout: Layout
     phase: Phase
     dispatch: str
-    router: _Router
-    experts: _Experts
+    router: Router
+    experts: Experts
     tokens: NDArray[np.int64]
     inputs: dict[tuple[int, int], Tensor]
     outputs: dict[tuple[int, int], Tensor]
@@ -200,7 +197,7 @@ class _Play:
         layout = PRESETS[preset]
         loads = None if asked.trace is None else _loads_of(asked.trace, layout)
         g = torch.Generator().manual_seed(asked.seed)
-        router, experts = _Router.draw(g, asked.seed, layout, loads), _Experts.draw(g, layout)
+        router, experts = Router.draw(g, asked.seed, layout, loads), Experts.draw(g, layout)
         tokens = _draw_tokens(asked.seed, layout.num_gpus, most)
         inputs, outputs = {}, {}
         counts = np.zeros((NUM_LAYERS, layout.num_logical_experts))
@@ -228,96 +225,6 @@ class _Play:
             [placements[i] for i in by_step],
             [tables[i] for i in by_step],
         )
-
-
-@dataclass(frozen=True)
-class _Router:
-    """random: the true gate, by groups, over a random router. Of a trace: experts drawn without
-    return by their share of the layer's load, the gate's scores as weights."""
-
-    seed: int
-    gate: Any  # Kernels.gate
-    weights: Tensor  # [L, 256, D]
-    shares: Tensor | None  # [L, 256] log of the share
-    hosted: bool
-
-    @classmethod
-    def draw(
-        cls, g: torch.Generator, seed: int, layout: Layout, loads: NDArray[np.float64] | None
-    ) -> _Router:
-        weights = torch.randn(NUM_LAYERS, layout.routed_experts, HIDDEN, generator=g)
-        shares = None
-        if loads is not None:
-            # An expert that had none in the file may still be picked, now and then.
-            smooth = loads + loads.mean(axis=1, keepdims=True) * 1e-3 + 1e-30
-            shares = torch.from_numpy(smooth / smooth.sum(axis=1, keepdims=True)).float().log()
-        gate = create_kernels("torch").kernels.gate
-        return cls(seed, gate, weights, shares, layout.shared == "hosted")
-
-    def choose(self, x: Tensor, step: int, layer: int, rank: int) -> tuple[Tensor, Tensor]:
-        """x [T, D] of this step, layer and home rank -> ids [T, K'] int32, weights [T, K'] fp32; K'
-        = K and the hosted shared expert, which every token picks with weight 1."""
-        weight = self.weights[layer]
-        if self.shares is None:
-            ids, weights = self.gate(x, weight, None, _SPEC)
-        else:
-            g = torch.Generator().manual_seed(((self.seed * 64 + step) * 64 + layer) * 4096 + rank)
-            drawn = torch.rand(x.shape[0], len(weight), generator=g).clamp(1e-20, 1 - 1e-7)
-            ids = (
-                (self.shares[layer] - (-drawn.log()).log())
-                .topk(_SPEC.top_k)
-                .indices.to(torch.int32)
-            )
-            scores = (x[:, None, :] * weight[ids.long()]).sum(-1).sigmoid()
-            weights = scores / scores.sum(-1, keepdim=True) * _SPEC.scale
-        if self.hosted:
-            one = torch.ones(x.shape[0], 1)
-            ids = torch.cat([ids, one.to(torch.int32) * len(weight)], 1)
-            weights = torch.cat([weights, one], 1)
-        return ids, weights
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """relu(x up) down, so small that a row's own weights can be gathered for it. Sums run along the
-    last dimension of each row alone, so a row's output does not depend on its company.
-
-    up [L, E, I, D], down [L, E, D, I]; the last of E is the shared expert, hosted or not.
-    """
-
-    up: Tensor
-    down: Tensor
-    hosted: bool
-
-    @classmethod
-    def draw(cls, g: torch.Generator, layout: Layout) -> _Experts:
-        shape = (NUM_LAYERS, layout.routed_experts + 1, INTERMEDIATE, HIDDEN)
-        up = torch.randn(shape, generator=g) * HIDDEN**-0.5
-        down = torch.randn((*shape[:2], HIDDEN, INTERMEDIATE), generator=g) * 0.2
-        return cls(up, down, layout.shared == "hosted")
-
-    def rows(self, x: Tensor, layer: int, experts: Tensor) -> Tensor:
-        """x [Q, D], experts [Q] int64 -> [Q, D]."""
-        inner = (x[:, None, :] * self.up[layer, experts]).sum(-1).relu()
-        return (inner[:, None, :] * self.down[layer, experts]).sum(-1)
-
-    def shared(self, x: Tensor, layer: int) -> Tensor | float:
-        """What each rank adds of its own where the shared expert is replicated."""
-        last = torch.full((x.shape[0],), self.up.shape[1] - 1)
-        return 0.0 if self.hosted else self.rows(x, layer, last)
-
-    def dense(self, x: Tensor, layer: int, ids: Tensor, weights: Tensor) -> Tensor:
-        """The reference: every expert for every token, then what the token chose, added up in
-        routing order. [T, D] fp32. By the arithmetic of `rows`, so that it should be equal to the
-        last bit: else a gate's near tie in a later layer could fall to the other side."""
-        tokens, num_experts = x.shape[0], self.up.shape[1]
-        number = torch.arange(num_experts).repeat(tokens)
-        every = self.rows(x.repeat_interleave(num_experts, 0), layer, number)
-        every = every.view(tokens, num_experts, HIDDEN)
-        total = torch.zeros_like(x)
-        for k in range(ids.shape[1]):
-            total += every[torch.arange(tokens), ids[:, k].long()] * weights[:, k : k + 1]
-        return total + self.shared(x, layer)
 
 
 def _loads_of(path: Path, layout: Layout) -> NDArray[np.float64]:

@@ -16,7 +16,8 @@ from dispatch.route import RoutingTable
 from ep.presets import PRESETS
 from launch.cli import app
 from launch.plan import show
-from launch.rehearse import REHEARSALS, Rehearsal, RehearsalFailed, _Experts
+from launch.rehearse import REHEARSALS, Rehearsal, RehearsalFailed
+from launch.rehearse_model import Experts
 from moeserve.errors import ConfigError
 
 NUMBERS = ("ranks", "tokens", "max_error", "seconds", "peak_memory_bytes")
@@ -67,7 +68,7 @@ def test_decode_144() -> None:
 
 def test_the_reference_is_a_dense_mixture() -> None:
     g = torch.Generator().manual_seed(0)
-    experts = _Experts.draw(g, PRESETS["prefill-ep32"])
+    experts = Experts.draw(g, PRESETS["prefill-ep32"])
     x, layer = torch.randn(6, 16, generator=g), 3
     ids = torch.randint(0, 256, (6, 8), generator=g, dtype=torch.int32)
     weights = torch.rand(6, 8, generator=g)
