@@ -232,6 +232,9 @@ def test_top_of_what_says_less(files: Path, capsys: Any) -> None:
     assert as_json(capsys, "top", files / "plain.npy", "--ranks", 4)["balance"]["mean"] > 1
     with pytest.raises(ConfigError, match="says nothing of loads"):
         experts("top", files / "now.json")
+    for name in ("plain.npy", "load.npz", "now.json"):
+        with pytest.raises(ConfigError, match="--since start: .* no running job"):
+            experts("top", files / name, "--since", "start")
 
 
 def test_top_of_a_job(job: Rehearsal, capsys: Any) -> None:
@@ -243,6 +246,8 @@ def test_top_of_a_job(job: Rehearsal, capsys: Any) -> None:
     decode = as_json(capsys, "top", job.url.removeprefix("http://"), "--phase", "decode")
     assert decode["picks"] == report["picks"] // 4
     assert "last 50 steps" in shown(capsys, "top", job.url), "once, where no terminal is"
+    with pytest.raises(ConfigError, match="--array x: .* is a running job"):
+        experts("top", job.url, "--array", "x")
 
 
 def test_top_is_renewed_on_a_terminal(

@@ -191,7 +191,8 @@ def test_diff_of_a_job_and_files(job: Rehearsal, files: Path, capsys: Any) -> No
     ]  # fmt: skip
     assert report["balance"][0]["mean"] > report["balance"][1]["mean"]
     assert [x["layer"] for x in report["churn"]["layers"]] == list(LAYERS), "the job knows them"
-    both = as_json(capsys, "diff", job.url, files / "load.npz")
+    both = as_json(capsys, "diff", job.url, files / "load.npz", "--since", "start")
+    assert both["first"]["since"] == "start", "the job alone is meant"
     assert both["drift"]["total_variation"] == 0 and both["drift"]["correlation"] == 1
     assert len(both["balance"]) == 4 and len(both["drift"]["layers"]) == 2, "MTP idles"
     text = shown(capsys, "diff", job.url, files / "load.npz")
@@ -205,6 +206,8 @@ def test_diff_of_dumps(files: Path, capsys: Any) -> None:
         wanted = total_variation(held["decode"], held["decode_later"])
     assert report["drift"]["total_variation"] == pytest.approx(wanted.mean(), abs=1e-6)
     assert report["drift"]["correlation"] < 0.5 and report["churn"] is None
+    with pytest.raises(ConfigError, match="--since start"):
+        experts("diff", files / "big.npz", files / "big.npz", *flags, "--since", "start")
     for other, said in ((files / "now.json", "do not compare"), ("none.npz", "no such file")):
         with pytest.raises(ConfigError, match=said):
             experts("diff", files / "big.npz", other, "--array", "decode")
@@ -242,6 +245,9 @@ def test_compare_on_a_shape(files: Path, capsys: Any) -> None:
     assert "Policies on" in text and "drifted" not in text
     experts("compare", files / "load.npz", *flags, "--markdown")
     assert capsys.readouterr().out.startswith("| layout")
+    later = ("--then", files / "big.npz", "--then-array", "decode_later")
+    text = shown(capsys, "compare", files / "big.npz", "--array", "decode", "--layouts", *later)
+    assert text.count(" contiguous ") == 7 and " EP72 ours " in text, "no name in two parts"
     only = as_json(capsys, "compare", files / "big.npz", "--array", "decode", "--only", "EP72")
     assert {x["layout"] for x in only["rows"]} == {"EP72"}
 
@@ -256,6 +262,11 @@ def test_compare_on_a_shape(files: Path, capsys: Any) -> None:
         (("--then", "{files}/load.npz", "--drift", "2"), "--drift 2"),
         (("--then", "{files}/big.npz", "--then-array", "decode"), "layers and experts"),
         (("--gpus", "2", "--layouts"), "not both"),
+        (("--policies", ""), "--policies '': valid are"),
+        (("--policies", " ,"), "valid are"),
+        (("--markdown", "--json"), "not both"),
+        (("--since", "start"), "no running job"),
+        (("--then", "{files}/load.npz", "--since", "start"), "no running job"),
     ],
 )
 def test_comparisons_that_cannot_be(files: Path, flags: tuple[str, ...], said: str) -> None:
@@ -314,7 +325,9 @@ def test_each_alone(job: Rehearsal, files: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [(("--gpu", "4"), "0 to 3"), (("--node", "2"), "0 to 1"), (("--gpu", "0-3"), "all 4"),
-     (("--gpu", "-1"), "--gpu")],
+     (("--gpu", "-1"), "--gpu"), (("--gpus-per-node", "3"), "4 GPUs do not divide"),
+     (("--gpu", "1", "--gpus-per-node", "2"), "--gpus-per-node 2: says nothing"),
+     (("--ranks", "1"), "live on 1 GPU")],
 )  # fmt: skip
 def test_losses_that_cannot_be(files: Path, flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -372,6 +385,39 @@ def test_a_given_placement(job: Rehearsal, files: Path, tmp_path: Path, capsys: 
     assert len(caught.value.problems) == 3, "layers, ranks, slots"
     with pytest.raises(ConfigError, match="--robust"):
         experts("apply", job.url, "--placement", files / "better.npz", "--robust", "max")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--if-worth", "--placement", "{files}/better.npz"), "leave --if-worth out"),
+        (("--robust", "median"), "--robust 'median': valid are mean, max"),
+        (("--policy", "best"), "--policy 'best': valid are ours"),
+        (("--group-policy", "any"), "--group-policy 'any': valid are free"),
+        (("--policy", "eplb", "--max-moved", "3"), "--max-moved 3: --policy eplb"),
+    ],
+)
+def test_wishes_that_cannot_be(
+    job: Rehearsal, files: Path, flags: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        experts("apply", job.url, *(x.format(files=files) for x in flags))
+    assert said in str(caught.value), caught.value
+    assert not rank0(job).of_kind(Rebalance)
+
+
+def test_a_file_is_no_job(files: Path, tmp_path: Path) -> None:
+    for command in (("apply",), ("record", "-o", tmp_path / "a.npz")):
+        for text, said in ((files / "load.npz", "is a file"), ("load.npz", "is no URL")):
+            with pytest.raises(ConfigError, match=said):
+                experts(*command, text)
+
+
+def test_a_refused_wish_is_an_error_without_waiting_too(job: Rehearsal) -> None:
+    rank0(job).wishes = [("never", "", None, {})]
+    experts("apply", job.url)
+    with pytest.raises(MoeserveError, match="under way"):
+        experts("apply", job.url)
 
 
 def test_not_waiting(job: Rehearsal, capsys: Any) -> None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ep.planning.plan_loads import PlanError, check_robust
+from ep.planning.policy import POLICIES
+from launch.experts.cases import GROUP_POLICIES
 from launch.experts.http import ExpertsHttp
 from launch.experts.screen import console, emit
 from launch.experts.source import load_placement
@@ -67,20 +70,46 @@ class Apply:
     def _body(self) -> dict[str, Any]:
         options = {
             "group_policy": self.group_policy,
-            "robust": self.robust,
+            "robust": None if self.robust is None else self.robust.replace(" ", ""),
             "policy": self.policy,
             "max_moved_slots": self.max_moved,
         }
         options = {name: value for name, value in options.items() if value is not None}
-        if self.placement is not None and options:
-            flag = next(iter(options)).replace("_", "-").replace("-slots", "")
-            raise ConfigError([f"--placement: says all; leave --{flag} out"])
+        problems = self._problems(options)
+        if problems:
+            raise ConfigError(problems)
         return {
             "dry_run": self.dry_run,
             "force": not self.gentle,
             "wait": False,
             "options": options,
         }
+
+    def _problems(self, options: dict[str, Any]) -> list[str]:
+        problems = []
+        if self.placement is not None and options:
+            flag = next(iter(options)).replace("_", "-").replace("-slots", "")
+            problems.append(f"--placement: says all; leave --{flag} out")
+        if self.placement is not None and self.gentle:
+            problems.append("--placement: is taken as it is; leave --if-worth out")
+        for flag, value, valid in (
+            ("policy", self.policy, POLICIES),
+            ("group-policy", self.group_policy, GROUP_POLICIES),
+        ):
+            if value is not None and value not in valid:
+                problems.append(f"--{flag} {value!r}: valid are {', '.join(valid)}")
+        if self.policy in POLICIES and self.policy != "ours" and self.max_moved is not None:
+            problems.append(
+                f"--max-moved {self.max_moved}: --policy {self.policy} does not know it"
+            )
+        try:
+            check_robust(self.robust or "mean")
+        except PlanError:
+            problems.append(
+                f"--robust {self.robust!r}: valid are mean, max and mean+Z*std, such as "
+                "mean+0.67*std"
+            )
+        return problems
 
     def _until_ended(self, http: ExpertsHttp, number: int) -> dict[str, Any]:
         heard = time.monotonic()

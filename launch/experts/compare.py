@@ -15,7 +15,7 @@ from ep.planning.policy import POLICIES
 from ep.presets import Layout
 from launch.experts.cases import Wanted
 from launch.experts.screen import console, emit, heat, table
-from launch.experts.source import Source
+from launch.experts.source import Source, since_of_jobs
 from launch.experts.view import FloatArray, View
 from moeserve.errors import ConfigError
 
@@ -41,8 +41,10 @@ class Compare:
 
     def run(self) -> None:
         self._check()
-        views = self._views(self.source.text, self.arrays)
-        later = self._later(views)
+        source, then = self.source, replace(self.source, text=self.then or self.source.text)
+        source, then = since_of_jobs(source, then)
+        views = self._views(source, self.arrays)
+        later = self._later(views, then)
         drifted = {}
         for name, toward in later.items():
             loads = views[name].loads
@@ -75,10 +77,13 @@ class Compare:
         elif self.markdown:
             print(format_table(rows))
         else:
-            console().print(compare_screen(report))
+            screen = console()
+            screen.print(compare_screen(report, screen.width))
 
     def _check(self) -> None:
         problems = []
+        if self.markdown and self.as_json:
+            problems.append("--markdown and --json: give one of them, not both")
         if self.published and self.wanted.gpus is not None:
             problems.append("--layouts and --gpus: give one of them, not both")
         if self.then is None and (self.then_arrays or self.distance is not None):
@@ -91,31 +96,32 @@ class Compare:
                 f"--then-array: {len(self.then_arrays)} given; needs one for each of {most} traces"
             )
         wrong = [x for x in self._policies() if x not in POLICIES]
-        if wrong:
-            problems.append(f"--policies {wrong[0]!r}: valid are {', '.join(POLICIES)}")
+        if wrong or not self._policies():
+            given = wrong[0] if wrong else self.policies
+            problems.append(f"--policies {given!r}: valid are {', '.join(POLICIES)}")
         if problems:
             raise ConfigError(problems)
 
     def _policies(self) -> list[str]:
         return [x.strip() for x in self.policies.split(",") if x.strip()]
 
-    def _views(self, text: str, arrays: Sequence[str]) -> dict[str, View]:
+    def _views(self, source: Source, arrays: Sequence[str]) -> dict[str, View]:
         views = {}
         for array in arrays or (None,):
-            view = replace(self.source, text=text, array=array).read()
+            view = replace(source, array=array).read()
             if not view.has_load:
                 raise ConfigError([f"{view.name}: no expert had any load"])
-            views[array or text.rstrip("/").rsplit("/", 1)[-1]] = view
+            views[array or source.text.rstrip("/").rsplit("/", 1)[-1]] = view
         return views
 
-    def _later(self, views: dict[str, View]) -> dict[str, FloatArray]:
+    def _later(self, views: dict[str, View], then: Source) -> dict[str, FloatArray]:
         """By name of trace, what its loads become."""
         if self.then is None:
             return {}
         arrays = self.then_arrays
         if not arrays and self.then.endswith(".npz") and self.arrays:
             arrays = self.arrays
-        toward = list(self._views(self.then, arrays).values())
+        toward = list(self._views(then, arrays).values())
         out = {}
         for number, (name, view) in enumerate(views.items()):
             other = toward[number if len(toward) > 1 else 0]
@@ -180,27 +186,49 @@ def _published(names: Sequence[str]) -> list[Layout]:
     return chosen
 
 
-def compare_screen(report: dict[str, Any]) -> Any:
-    rows, last = [], None
+def compare_screen(report: dict[str, Any], width: int) -> Any:
     several = len(report["traces"]) > 1
     drifting = any(x["moved"] is not None for x in report["rows"])
+    names, numbers, last = [], [], None
     for x in report["rows"]:
-        where = (x["layout"], x["trace"])
-        row = [x["layout"] if where != last else "", x["trace"] if where != last else ""]
+        where = (x["layout"], x["trace"]) if several else (x["layout"],)
+        names.append([*(where if where != last else [""] * len(where)), x["policy"]])
         last = where
-        row = row if several else row[:1]
-        row += [x["policy"], heat(x["mean"], digits=4), heat(x["worst"], digits=3)]
+        row = [heat(x["mean"], digits=4), heat(x["worst"], digits=3)]
         row += [f"{x['bound']:.4f}", f"{1000 * x['seconds']:.0f}"]
         if drifting:
             row += [heat(x["drifted_before"], digits=4), heat(x["drifted_after"], digits=4)]
             row.append(f"{x['moved']:.1%}")
-        rows.append(row)
-    columns = ["<layout", *(["<trace"] if several else []), "<policy"]
-    columns += ["mean", "worst", "bound", "ms"]
+        numbers.append(row)
+    heads = ["<layout", *(["<trace"] if several else []), "<policy"]
+    columns = ["mean", "worst", "bound", "ms"]
     columns += ["drifted", "replanned", "moved"] if drifting else []
+    if _width([*heads, *columns], [[*a, *b] for a, b in zip(names, numbers, strict=True)]) > width:
+        heads, names, numbers = _stacked(names, numbers)
+    rows = [[*a, *b] for a, b in zip(names, numbers, strict=True)]
     notes = "mean, worst: busiest GPU / mean over the layers; bound: no placement can be below; ms "
     notes += "of CPU for one plan"
     if drifting:
         toward = report["then"] if report["drift"] is None else f"{report['drift']:g} toward it"
         notes += f"; drifted: serving what the loads become ({toward}), then planned again"
-    return table(f"Policies on {report['source']}", columns, rows, notes)
+    return table(f"Policies on {report['source']}", [*heads, *columns], rows, notes)
+
+
+def _width(columns: list[str], rows: list[list[Any]]) -> int:
+    """Of a table in which no cell is folded."""
+    cells = [columns, *rows]
+    return sum(max(len(str(row[i])) for row in cells) + 3 for i in range(len(columns)))
+
+
+def _stacked(
+    names: list[list[str]], numbers: list[list[Any]]
+) -> tuple[list[str], list[list[str]], list[list[Any]]]:
+    """The same in one column of names: a line for each layout, policies below it."""
+    stacked, under = [], []
+    for (*where, policy), row in zip(names, numbers, strict=True):
+        if where[0]:
+            stacked.append([": ".join(where)])
+            under.append([""] * len(row))
+        stacked.append([f" {policy}"])
+        under.append(row)
+    return ["<layout, policy"], stacked, under

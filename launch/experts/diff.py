@@ -14,7 +14,7 @@ from ep.load import balancedness
 from ep.placement import EMPTY
 from launch.experts.plan import mean_and_worst, moved_into
 from launch.experts.screen import console, emit, heat, meter, table
-from launch.experts.source import Source
+from launch.experts.source import Source, since_of_jobs
 from launch.experts.units import show_count
 from launch.experts.view import FloatArray, View
 from moeserve.errors import ConfigError
@@ -30,7 +30,8 @@ class Diff:
     as_json: bool = False
 
     def run(self) -> None:
-        report = diff_report(self.first.read(), self.second.read())
+        first, second = since_of_jobs(self.first, self.second)
+        report = diff_report(first.read(), second.read())
         if self.as_json:
             emit(report)
             return

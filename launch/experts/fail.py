@@ -41,7 +41,10 @@ class Fail:
         rate = parse_bytes("--bandwidth", self.bandwidth, rate=True)
         view = self.source.read()
         placed = view.placed
+        if placed.num_ranks == 1:
+            raise ConfigError([f"{view.name}: experts live on 1 GPU; none is left if it is lost"])
         if self.gpus_per_node is not None:
+            self._check_per_node(placed.num_ranks)
             view = replace(view, ranks_per_node=self.gpus_per_node)
         if self.gpus is None and self.nodes is None:
             report = survey_report(view)
@@ -57,6 +60,14 @@ class Fail:
             emit(report)
             return
         console().print(screen_of(report, self.rows))
+
+    def _check_per_node(self, ranks: int) -> None:
+        flag = f"--gpus-per-node {self.gpus_per_node}"
+        if self.gpus is not None and self.nodes is None:
+            raise ConfigError([f"{flag}: says nothing of GPUs that are named one by one (--gpu)"])
+        assert self.gpus_per_node is not None
+        if ranks % self.gpus_per_node:
+            raise ConfigError([f"{flag}: {ranks} GPUs do not divide by it"])
 
     def _lost(self, view: View) -> list[int]:
         ranks, per_node = view.placed.num_ranks, view.ranks_per_node

@@ -5,7 +5,9 @@ Knows URLs, the admin key and how a server says no. Knows nothing of what is sho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,16 +15,27 @@ import httpx
 
 from moeserve.errors import ConfigError, MoeserveError
 
+_ADDRESS = re.compile(r"[\w.\-]+:\d+(/.*)?|\[[0-9a-fA-F:]+\]:\d+(/.*)?")
 STOP_SECONDS = 120.0  # a long recording takes its time to be packed
+
+
+def is_url(text: str) -> bool:
+    """http://host:port, or host:port where no file has that name."""
+    if "://" in text:
+        return True
+    return not Path(text).exists() and bool(_ADDRESS.fullmatch(text))
 
 
 class ExpertsHttp:
     """Requests to one server; MoeserveError with its reason when it refuses or cannot be reached.
 
-    url: of the server, with or without http:// and a trailing /v1.
+    url: of the server, with or without http:// and a trailing /v1; ConfigError for what is none.
     """
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
+        if not is_url(url):
+            what = "a file" if Path(url).exists() else "no URL"
+            raise ConfigError([f"URL {url!r}: is {what}; give one such as http://127.0.0.1:8000"])
         if "://" not in url:
             url = "http://" + url
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -6,11 +6,10 @@ Knows which is which, and how each is read. Knows nothing of what is shown.
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ import numpy as np
 from ep.load import PHASES
 from ep.placement import ExpertPlacement, PlacementError
 from ep.recording import ExpertRecording, RecordingError
-from launch.experts.http import ExpertsHttp
+from launch.experts.http import ExpertsHttp, is_url
 from launch.experts.view import FloatArray, IntArray, View
 from moeserve.errors import ConfigError, MoeserveError
 
 ALL = "all"
-_ADDRESS = re.compile(r"[\w.\-]+:\d+(/.*)?|\[[0-9a-fA-F:]+\]:\d+(/.*)?")
 SINCE = ("window", "start")
 
 
@@ -57,13 +55,12 @@ class Source:
 
     @property
     def is_url(self) -> bool:
-        if "://" in self.text:
-            return True
-        return not Path(self.text).exists() and bool(_ADDRESS.fullmatch(self.text))
+        return is_url(self.text)
 
     def read(self) -> View:
         """ConfigError: the file or the flags. MoeserveError: the server."""
         if self.is_url:
+            self._refuse("a running job", array=True)
             with ExpertsHttp(self.text, self.key) as http:
                 view = job_view(http, self.phase, self.since)
         else:
@@ -84,6 +81,10 @@ class Source:
             raise ConfigError([f"{self.text}: is a folder; give a file, or a server's URL"])
         if not path.exists():
             raise ConfigError([f"{self.text}: no such file, and no URL (http://host:port)"])
+        if self.since != SINCE[0]:
+            raise ConfigError(
+                [f"--since {self.since}: {self.text} is no running job; leave it out"]
+            )
         match _kind(path):
             case "placement":
                 self._refuse("a placement", phase=True, array=True)
@@ -116,6 +117,15 @@ class Source:
             history=trace.loads,
             about={"form": trace.source, "steps": len(trace.loads)},
         )
+
+
+def since_of_jobs(first: Source, second: Source) -> tuple[Source, Source]:
+    """Two sources of one command: --since is meant for those that are jobs, if any is."""
+    if first.is_url == second.is_url:
+        return first, second
+    if first.is_url:
+        return first, replace(second, since=SINCE[0])
+    return replace(first, since=SINCE[0]), second
 
 
 @contextmanager
