@@ -43,11 +43,11 @@ class DispatcherChoice:
         name = self.dispatcher.name
         line = f"dispatcher {name}: {self.probes[name].reason}"
         # Emulations are for whoever asks for one: that they cannot run is no news to others.
-        refused = "; ".join(
-            f"not {n}: {p.reason}"
-            for n, p in self.probes.items()
-            if not p.ok and not n.endswith("_emulated")
-        )
+        by_reason: dict[str, list[str]] = {}
+        for n, p in self.probes.items():
+            if not p.ok and not n.endswith("_emulated"):
+                by_reason.setdefault(p.reason, []).append(n)
+        refused = "; ".join(f"not {', '.join(names)}: {why}" for why, names in by_reason.items())
         line = f"{line} ({refused})" if refused else line
         return "; ".join([line, *getattr(self.dispatcher, "notes", [])])
 

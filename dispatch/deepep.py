@@ -43,6 +43,14 @@ def load(emulate: bool = False) -> Any:
     return deep_ep
 
 
+def why_absent(error: Exception) -> str:
+    """One line for what `load` raised: a broken wheel may raise anything."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "deep_ep":
+        return "deep_ep is not installed"
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"deep_ep cannot be imported: {said}"
+
+
 def ll_buffer_bytes(max_tokens: int, hidden: int, num_experts: int) -> int:
     """Bytes of the low-latency buffer: two halves (they alternate), each a send and a receive area
     and a count for each expert. num_experts: all physical slots, redundant ones included."""

@@ -147,9 +147,8 @@ class LowLatencyDispatcher:
         )
         try:
             library = deepep.load(cls.emulate)
-        except Exception as error:  # a broken wheel may raise anything
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            return Probe(False, f"deep_ep cannot be imported: {said}")
+        except Exception as error:
+            return Probe(False, deepep.why_absent(error))
         problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
         version = getattr(library, "__version__", "of unknown version")
         if not cls.emulate:

@@ -93,9 +93,8 @@ class NormalDispatcher:
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         try:
             library = deepep.load(cls.emulate)
-        except Exception as error:  # a broken wheel may raise anything
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            return Probe(False, f"deep_ep cannot be imported: {said}")
+        except Exception as error:
+            return Probe(False, deepep.why_absent(error))
         version = getattr(library, "__version__", "of unknown version")
         problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
         if problems:

@@ -26,7 +26,7 @@ def test_auto_is_local_on_one_rank_and_says_why_not_the_others() -> None:
     choice = create_dispatcher("auto", EPGroup.single(), CONFIG)
     assert choice.dispatcher.name == "local" and choice.asked == "auto"
     assert choice.describe().startswith("dispatcher local: one rank holds every expert")
-    assert "not torch: needs two ranks or more" in choice.describe()
+    assert "not torch, allgather: needs two ranks or more" in choice.describe()
 
 
 def test_a_name_is_taken_at_its_word() -> None:

@@ -1,20 +1,27 @@
-"""The low-latency adapter on the real library: a GPU sends to itself, and agrees with the twin."""
+"""The real library: its signatures are the emulation's; a GPU sends to itself, as the twin does."""
 
 from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
 from dispatch.base import CombineForm, DispatchConfig, Layout
 from dispatch.deepep_ll import LowLatencyDispatcher
+from dispatch.emulation.signatures import SIGNATURES, fork_signatures, read_signatures
 from dispatch.selfcheck import expected, expert_output, make_case
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CONFIG = DispatchConfig(2048, 4, 16, 64, torch.bfloat16, deterministic=False)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("use_fp8", "tolerance"), [(False, 0.005), (True, 0.05)])
 def test_a_gpu_sends_to_itself(use_fp8: bool, tolerance: float) -> None:
     group = EPGroup.single()
@@ -42,3 +49,16 @@ def test_a_gpu_sends_to_itself(use_fp8: bool, tolerance: float) -> None:
             assert float((out - want).norm()) <= tolerance * float(want.norm())
     finally:
         d.close()
+
+
+def test_signatures_are_those_of_the_installed_library() -> None:
+    """Its source is read, nothing is imported."""
+    try:
+        files = metadata.distribution("sgl-deep-ep")
+    except metadata.PackageNotFoundError:
+        pytest.skip("sgl-deep-ep is not installed: it needs CUDA")
+    folder = Path(str(files.locate_file("deep_ep")))
+    buffer = (folder / "buffers" / "legacy.py").read_text()
+    assert read_signatures(buffer, "Buffer") == fork_signatures()
+    event = read_signatures((folder / "utils" / "event.py").read_text(), "EventOverlap")
+    assert event == SIGNATURES["2.1.0"]["EventOverlap"]
