@@ -67,7 +67,8 @@ class Record:
         if cut_short is not None:
             raise MoeserveError(
                 f"{self.url}: the recording was cut short: {cut_short}; "
-                f"{int(recording.num_steps.sum())} steps are saved in {self.output}"
+                f"{int(recording.num_steps.sum())} steps are saved in {self.output}, all but the "
+                f"last interval of up to {self.interval_steps} (--interval-steps)"
             )
 
     def _check(self) -> None:

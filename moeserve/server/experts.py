@@ -87,8 +87,8 @@ def add_experts(app: FastAPI, service: Service, read_body: ReadBody, schema: Any
         format=json what it holds in a few words.
 
         wait=true: not before it ends by itself, is stopped by somebody, or the server stops. Of a
-        job that has failed: what was recorded by then; the header x-recording-cut-short says
-        why."""
+        job that has failed: the intervals that were whole by then; the header
+        x-recording-cut-short says why."""
         if format not in ("npz", "json"):
             raise InvalidRequest("format", format, "must be npz or json")
         if wait not in ("true", "false"):
