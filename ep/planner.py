@@ -51,7 +51,8 @@ class PlanOptions:
     extra_slots_per_gpu: slots a GPU beyond the others', over all layers, spent on the layers where
     they help most. expert_bytes: of one expert, to say what they cost.
     max_moved_slots: over all layers, against previous; None for no cap. slack: how far above its
-    bound (or the best found, if that is further) a layer's balance may stay to move less.
+    bound (or the best found, if that is further) a layer's balance may stay so that less of
+    previous moves; a layer that previous leaves far off is held to three tenths of it.
     num_ungrouped: the last experts that belong to no group, such as a hosted shared expert.
     """
 
@@ -61,7 +62,7 @@ class PlanOptions:
     extra_slots_per_gpu: int = 0
     expert_bytes: int | None = None
     max_moved_slots: int | None = None
-    slack: float = 0.0045
+    slack: float = 0.015
     num_ungrouped: int = 0
     prices: Prices = field(default_factory=Prices)
 

@@ -35,9 +35,11 @@ _FEW_SLOTS_WORK = 80  # with two slots a GPU swaps find little, other numbers of
 _OTHER_WORK = 100
 _LEAST_WORK = 2_000_000
 _PART = 0.5
-_SHAKE_WORK = 3_000_000
-_TRIES = ((32, True), (128, True), (512, False), (2048, False))  # most starts, of all rows
-_LEAST_TRIES = 8
+_SHAKE_WORK = 1_000_000
+_COUNTS_WORK = 2_000_000
+# Rounds: most and least starts of a row, whether of all rows.
+_TRIES = ((32, 16, True), (128, 32, True), (512, 32, False), (2048, 128, False))
+_FEW_SLOTS = 4096  # of rows together that are worth many tries
 _MOST_COUNTS = 2000
 _MOST_OF_A_COUNT = 24
 _SMALL_ROW = 128
@@ -90,17 +92,17 @@ def _shake(
         return
     done = 0
     work = _SHAKE_WORK
-    for most, all_rows in _TRIES:
+    for most, least, all_rows in _TRIES:
         far = balance > bound + _WORTH_A_START
         if not all_rows:
             far &= balance > floor + _ROUNDING
-            work += _SHAKE_WORK
         rows = np.flatnonzero(far)
-        if not len(rows):
+        if not len(rows) or len(rows) * gpus * room > _FEW_SLOTS:
             continue
+        work += 0 if all_rows else _SHAKE_WORK
         one = len(rows) * gpus * room * room * _TRY_STEPS
         tries = min(most, work // one)
-        if tries < _LEAST_TRIES:
+        if tries < least:
             continue
         work -= tries * one
         _shake_rows(weights[rows], bound[rows], best, balance, rows, done, tries)
@@ -148,7 +150,7 @@ def _all_counts(
     if every is None:
         return
     worse = balance[far] > floor[far] + _ROUNDING
-    work = _SHAKE_WORK * (1 + int(worse.sum()))
+    work = _COUNTS_WORK * (1 + int(worse.sum()))
     for row in far[np.argsort(~worse, kind="stable")]:
         mean = float(in_order_sum(weights[row])) / gpus
         counts = every[(weights[row] / every).max(axis=1) < balance[row] * mean * (1 - _ROUNDING)]

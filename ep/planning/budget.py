@@ -13,10 +13,12 @@ import numpy as np
 from ep.planning.fresh import Fresh, fresh_tables
 from ep.planning.prices import Prices
 from ep.planning.replicate import FloatArray, IntArray
-from ep.planning.shapes import Shape
+from ep.planning.shapes import BoolArray, Shape
 
 # A slot on every GPU that lowers one layer's balance by less than this is left unspent.
 _LEAST_GAIN = 1e-3
+# How many layers are tried with a slot more, in all and for each slot that may be spent.
+_TRIED, _TRIED_PER_SLOT = 8, 3
 
 
 def spend(
@@ -42,7 +44,8 @@ def spend(
         # A layer that took all there is to take may want the next slot too.
         if top >= most or (top and not (extra == top).any()):
             break
-        levels.append(_next_level(loads, shape, levels[-1], extra == top, group_policy, prices))
+        wanted = _may_gain(levels[-1].balance, extra == top, kept > top, budget)
+        levels.append(_next_level(loads, shape, levels[-1], wanted, group_policy, prices))
     width = shape.slots_per_gpu + int(extra.max())
     table = np.full((layers, shape.num_gpus, width), -1, dtype=np.int64)
     chosen: dict[str, list[float]] = {}
@@ -71,11 +74,20 @@ def spend(
     )
 
 
+def _may_gain(balance: FloatArray, wanting: BoolArray, must: BoolArray, budget: int) -> BoolArray:
+    """[L]: of the layers that want a slot more those worth trying: the least even ones, some for
+    each slot that there is to spend, and those that have the slot already."""
+    out = must.copy()
+    order = np.argsort(np.where(wanting, -balance, np.inf), kind="stable")
+    out[order[: _TRIED + _TRIED_PER_SLOT * budget]] = True
+    return out & wanting
+
+
 def _next_level(
     loads: FloatArray,
     shape: Shape,
     last: Fresh,
-    wanted: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    wanted: BoolArray,
     group_policy: str,
     prices: Prices,
 ) -> Fresh:

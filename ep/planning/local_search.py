@@ -267,9 +267,9 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     peak = load[at, busy]
     table = slots.table[active].reshape(count, gpus * room)  # [A, P]
     copies, share, weights = slots.counts[active], slots.share[active], slots.weights[active]
-    named = (table + at[:, None] * experts).ravel()
     of_slot = np.repeat(load, room, axis=1)
-    first, second = _two_busiest_hosts(named, of_slot.ravel(), count * experts)
+    first, second = _two_busiest_hosts(slots.table[active], load, experts)
+    named = (table + at[:, None] * experts).ravel()
     grown = weights / np.maximum(copies - 1, 1) - share
     others = np.where(of_slot.ravel() < first[named], first[named], second[named])
     after_loss = others.reshape(of_slot.shape) + np.take_along_axis(grown, table, axis=1)  # [A, P]
@@ -317,16 +317,21 @@ def _pass_a_slot(slots: SlotTable, active: IntArray) -> tuple[BoolArray, Changed
     return ok, (rows, gpu, place, expert)
 
 
-def _two_busiest_hosts(named: IntArray, load: FloatArray, experts: int) -> tuple[FloatArray, ...]:
-    """named [n]: expert of each slot; load [n] of its GPU -> the busiest host of each expert and
-    the busiest but one (as busy, where two are), -inf where there is none."""
-    order = np.argsort(load, kind="stable")
-    named, load = named[order], load[order]
-    first, second = np.full(experts, -np.inf), np.full(experts, -np.inf)
+def _two_busiest_hosts(
+    table: IntArray, load: FloatArray, experts: int
+) -> tuple[FloatArray, FloatArray]:
+    """table [A, G, k], load [A, G] -> load of the busiest host of each expert, and of the busiest
+    but one (as busy, where two are), [A * E]; -inf where there is none."""
+    rows = np.arange(len(table))[:, None]
+    order = np.argsort(load, axis=1, kind="stable")
+    named = (table[rows, order] + rows[:, :, None] * experts).ravel()
+    busy = np.repeat(load[rows, order].ravel(), table.shape[2])
+    number = np.arange(len(named))
+    first, second = np.full((2, len(table) * experts), -np.inf)
     # Of several writes to one place the last one stays: here the largest.
-    at = np.empty(experts, dtype=np.int64)
-    at[named] = np.arange(len(named))
-    first[named] = load
-    rest = at[named] != np.arange(len(named))
-    second[named[rest]] = load[rest]
+    last = np.empty(len(first), dtype=np.int64)
+    last[named] = number
+    first[named] = busy
+    rest = last[named] != number
+    second[named[rest]] = busy[rest]
     return first, second

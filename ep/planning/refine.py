@@ -19,6 +19,7 @@ from ep.planning.shapes import BoolArray
 
 _STEPS = 400
 _WORK_PER_SLOT = 600
+_FEW_SLOTS_WORK = 150  # with two slots a GPU: a search that is longer moves more than a fresh table
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,8 @@ def walk(
     first = slots.table.copy()
     moves = Moves()
     busiest = [slots.load.max(axis=1)]
-    relieve_busiest(slots, _STEPS, target, Work(slots.table.size * _WORK_PER_SLOT), moves)
+    per_slot = _WORK_PER_SLOT if start.shape[2] > 2 else _FEW_SLOTS_WORK
+    relieve_busiest(slots, _STEPS, target, Work(slots.table.size * per_slot), moves)
     rows = np.arange(len(first))[:, None, None]
     layer = block.layer[:, None, None]
     hosted = before[layer, block.gpus[:, :, None], block.experts[:, None, :]]  # [B, H, F]

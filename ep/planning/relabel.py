@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from ep.planning.duplicates import is_duplicate
 from ep.planning.replicate import IntArray
 from ep.planning.shapes import BoolArray
 
@@ -38,9 +39,7 @@ def relabel_gpus(table: IntArray, before: BoolArray, live: BoolArray, num_nodes:
     num_nodes > 1: whole nodes change numbers (those with as many live GPUs), and GPUs inside them;
     1: any two GPUs may. An assignment problem a layer (and a pair of nodes), solved exactly.
     """
-    after = hosts(table, table.shape[1], before.shape[2])
-    # Small integers: exact in float32, whatever the order of the sum.
-    same = after.astype(np.float32) @ before.astype(np.float32).transpose(0, 2, 1)
+    same = _ExpertsInCommon(table, before)
     out = table.copy()
     per_node = len(live) // num_nodes
     gpus_of = [
@@ -48,14 +47,39 @@ def relabel_gpus(table: IntArray, before: BoolArray, live: BoolArray, num_nodes:
         for node in range(num_nodes)
     ]
     for layer in range(len(table)):
-        for old, new in _best_numbers(same[layer], gpus_of):
+        for old, new in _best_numbers(same.of_layer(layer), gpus_of):
             out[layer, new] = table[layer, old]
     return out
 
 
-def _best_numbers(
-    same: np.ndarray[tuple[int, ...], np.dtype[np.float32]], gpus_of: list[IntArray]
-) -> list[tuple[IntArray, IntArray]]:
+class _ExpertsInCommon:
+    """table [L, G, k], before [L, G, E] -> layer by layer [G, G]: experts that a GPU's part of the
+    table shares with what a GPU hosted before."""
+
+    def __init__(self, table: IntArray, before: BoolArray) -> None:
+        layers, self.gpus, _ = table.shape
+        experts = before.shape[2]
+        layer, old, expert = np.nonzero(before)
+        key = layer * experts + expert
+        old = old[np.argsort(key, kind="stable")]
+        times = np.bincount(key, minlength=layers * experts)
+        first = np.cumsum(times) - times
+        # Every slot of the table meets each GPU that hosted its expert before.
+        used = (table >= 0) & ~is_duplicate(table)
+        named = (table + np.arange(layers)[:, None, None] * experts)[used]
+        gpu = np.broadcast_to(np.arange(self.gpus)[:, None], table.shape)[used]
+        met = times[named]
+        nth = np.arange(met.sum()) - np.repeat(np.cumsum(met) - met, met)
+        self.pairs = np.repeat(gpu, met) * self.gpus + old[np.repeat(first[named], met) + nth]
+        ends = np.append(0, np.cumsum(met))
+        self.part = ends[np.append(0, np.cumsum(used.sum(axis=(1, 2))))]
+
+    def of_layer(self, layer: int) -> IntArray:
+        pairs = self.pairs[self.part[layer] : self.part[layer + 1]]
+        return np.bincount(pairs, minlength=self.gpus**2).reshape(self.gpus, self.gpus)
+
+
+def _best_numbers(same: IntArray, gpus_of: list[IntArray]) -> list[tuple[IntArray, IntArray]]:
     """(GPUs as numbered now, their new numbers), node by node."""
     nodes = len(gpus_of)
     worth = np.full((nodes, nodes), -1.0)

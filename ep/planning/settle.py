@@ -39,6 +39,9 @@ from ep.planning.shapes import BoolArray, Shape
 # A walk that is good enough but moves more than this share of a layer's slots is compared with the
 # fresh table all the same: that one may move fewer.
 _MANY = 0.15
+# A layer more than so many times the slack above its best is far off, and has this part of it.
+_FAR = 8
+_SLACK_WHEN_FAR = 0.3
 _ROUNDING = 1 + 1e-12  # of loads that are compared
 
 
@@ -59,12 +62,10 @@ def settle(
     nodes, and the old table does not, may be walked as it is.
     """
     mean = in_order_sum(loads) / shape.num_live
-    enough = _good_enough(fresh, slack) * mean  # [L] load of the busiest GPU
+    starts = _starts(loads, shape, fresh, previous, may_stay_free)
+    enough = _good_enough(fresh, slack, _busiest(loads, starts) / mean) * mean  # [L] loads
     before = hosts(previous, shape.num_gpus, shape.num_experts)
-    walks = [
-        walk(block, loads, start, before, enough[block.layer])
-        for block, start in _starts(loads, shape, fresh, previous, may_stay_free)
-    ]
+    walks = [walk(block, loads, start, before, enough[block.layer]) for block, start in starts]
     # Of each layer: the walks that make it up (one, or one a node), and its row in each.
     walked: list[list[tuple[Walk, int]]] = [[] for _ in loads]
     for one in walks:
@@ -105,18 +106,33 @@ def settle(
     return table, grouped
 
 
-def _good_enough(fresh: Fresh, slack: float) -> FloatArray:
-    """[L]: the balance (busiest GPU over mean) at which a layer needs no more moves.
+def _busiest(loads: FloatArray, starts: list[tuple[Block, IntArray]]) -> FloatArray:
+    """[L]: load of the busiest GPU where walks begin; infinite for a layer that has no walk."""
+    out = np.zeros(len(loads))
+    for block, start in starts:
+        busy = gpu_loads(block.weights(loads), start).max(axis=1)
+        np.maximum.at(out, block.layer, busy)
+    return np.where(out > 0, out, np.inf)
+
+
+def _good_enough(fresh: Fresh, slack: float, now: FloatArray) -> FloatArray:
+    """[L]: the balance (busiest GPU over mean) at which a layer needs no more moves. now [L]: the
+    balance that the previous table has, or begins with.
+
+    A layer that is far off changes much in any case, and then so that it is near its best: it has
+    but a part of the slack, so that what is kept small is what a small drift moves.
 
     Slack above the bound (what no table can be below) where the fresh table is itself that near;
     else slack above the fresh table. But never so far above the EPLB-equivalent (`fresh.floor`)
     that the mean over layers would exceed its mean by more than EPLB_MARGIN: fewer moves are no
     reason to be worse than EPLB. And never below the fresh table, which is what can be had.
     """
-    best = np.where(fresh.balance <= fresh.bound + slack, fresh.bound, fresh.balance)
+    far = now > fresh.balance + slack * _FAR
+    slack_of = np.where(far, slack * _SLACK_WHEN_FAR, slack)
+    best = np.where(fresh.balance <= fresh.bound + slack_of, fresh.bound, fresh.balance)
     already_above = np.maximum(fresh.balance - fresh.floor, 0.0)
     room = max(EPLB_MARGIN - float(in_order_sum(already_above)) / len(already_above), 0.0)
-    return np.maximum(fresh.balance, np.minimum(best + slack, fresh.floor + room))
+    return np.maximum(fresh.balance, np.minimum(best + slack_of, fresh.floor + room))
 
 
 def _renumbered(fresh: Fresh, shape: Shape, before: BoolArray, layers: BoolArray) -> IntArray:
