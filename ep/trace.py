@@ -262,7 +262,10 @@ def _by_layer(rows: Iterable[tuple[int, Any]], name: str) -> FloatArray:
             row = _numbers(row, where)
             if row.ndim != 1:
                 raise TraceError(f"{where}: must be counts of its experts")
-            row = dict(enumerate(row))
+            if len(row) > MAX_EXPERTS:
+                raise TraceError(f"{where}: {len(row)} experts; at most {MAX_EXPERTS} are read")
+            layers[number] = dict(enumerate(row.tolist()))
+            continue
         for key, count in row.items():
             expert = _index(key, where, MAX_EXPERTS)
             if expert in layers[number]:
