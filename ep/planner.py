@@ -215,7 +215,7 @@ def rebalance_experts(
         num_groups=num_groups,
         unfit_groups_are_ignored=True,
     )
-    table, _ = our_table(loads, shape, shape.slots_per_gpu, shape.groups_fit_nodes)
+    table, _, _ = our_table(loads, shape, shape.slots_per_gpu, shape.groups_fit_nodes)
     table = _filled(table, shape, shape.groups_fit_nodes)
     placement = ExpertPlacement(table.reshape(len(loads), -1), loads.shape[1], num_gpus)
     return (

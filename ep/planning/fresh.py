@@ -78,7 +78,7 @@ def _one_policy(loads: FloatArray, shape: Shape, policy: str, grouped: bool, slo
             )
         table = eplb_table(loads, shape, slots, grouped)
     else:
-        table, kept = our_table(loads, shape, slots, grouped)
+        table, kept, floor = our_table(loads, shape, slots, grouped)
         table = empty_wasted(table)
         kept = kept[is_duplicate(table[kept]).any(axis=(1, 2))]
         if len(kept):
@@ -86,9 +86,6 @@ def _one_policy(loads: FloatArray, shape: Shape, policy: str, grouped: bool, slo
                 f"layers {kept.tolist()} keep several copies of an expert on a GPU: no table "
                 "without was found as even as the EPLB-equivalent",
             )
-        if not grouped or eplb_can_group(shape):
-            theirs = eplb_table(loads, shape, slots, grouped)
-            floor = table_balance(loads, theirs, shape.live)
     return Fresh(
         table=table,
         slots=np.full(layers, slots),

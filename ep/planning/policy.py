@@ -59,8 +59,9 @@ def eplb_can_group(shape: Shape) -> bool:
 
 def our_table(
     loads: FloatArray, shape: Shape, slots_per_gpu: int, grouped: bool
-) -> tuple[IntArray, IntArray]:
-    """-> (table [L, G, k], layers [n] that keep duplicates because parting them costs balance).
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """-> (table [L, G, k], layers [n] that keep duplicates because parting them costs balance, how
+    even the EPLB-equivalent is [L], infinite where it has none).
 
     No expert is twice on a GPU, slots that could only hold such a copy are empty, unless the mean
     of the layers would come out more than EPLB_MARGIN above the EPLB-equivalent's.
@@ -70,14 +71,14 @@ def our_table(
         nodes = groups_to_nodes(loads, shape, slots_per_gpu)
         table = _arranged(loads, shape, slots_per_gpu, node_blocks(shape, nodes))
         if not eplb_can_group(shape):
-            return table, np.zeros(0, dtype=np.int64)
+            return table, np.zeros(0, dtype=np.int64), np.full(len(loads), np.inf)
     else:
         table = _arranged(loads, shape, slots_per_gpu, free_blocks(shape, len(loads)))
     floor = eplb_table(loads, shape, slots_per_gpu, grouped)
     theirs = table_balance(loads, floor, shape.live)
     if grouped:
         _try_their_nodes(loads, shape, table, floor, theirs)
-    return _held_to_eplb(loads, shape, table, floor, theirs)
+    return *_held_to_eplb(loads, shape, table, floor, theirs), theirs
 
 
 def _arranged(loads: FloatArray, shape: Shape, slots_per_gpu: int, blocks: list[Block]) -> IntArray:

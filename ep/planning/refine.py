@@ -102,19 +102,22 @@ def walk(
     busiest = [slots.load.max(axis=1)]
     per_slot = _WORK_PER_SLOT if start.shape[2] > 2 else _FEW_SLOTS_WORK
     relieve_busiest(slots, _STEPS, target, Work(slots.table.size * per_slot), moves)
-    rows = np.arange(len(first))[:, None, None]
-    layer = block.layer[:, None, None]
-    hosted = before[layer, block.gpus[:, :, None], block.experts[:, None, :]]  # [B, H, F]
-    known = np.ones((*hosted.shape[:2], hosted.shape[2] + 1), dtype=bool)  # empty: never moved
-    known[:, :, :-1] = hosted
-    gpu = np.arange(first.shape[1])[:, None]
-    moved = [(~known[rows, gpu, first]).sum(axis=(1, 2))]
+    experts = block.experts.shape[1]
+
+    def known(row: IntArray, gpu: IntArray, expert: IntArray) -> BoolArray:
+        """Whether the GPU had it before; an empty slot never counts as moved."""
+        named = block.experts[row, np.minimum(expert, experts - 1)]
+        there: BoolArray = before[block.layer[row], block.gpus[row, gpu], named]
+        return there | (expert >= experts)
+
+    every = np.arange(len(first))[:, None, None], np.arange(first.shape[1])[:, None]
+    moved = [(~known(*every, first)).sum(axis=(1, 2))]
     table = first.copy()
     for step, load in zip(moves.steps, moves.busiest, strict=True):
         at, on, place, expert = step
         change = np.zeros(len(first), dtype=np.int64)
-        np.add.at(change, at, ~known[at, on, expert])
-        np.add.at(change, at, -(~known[at, on, table[at, on, place]]).astype(np.int64))
+        np.add.at(change, at, ~known(at, on, expert))
+        np.add.at(change, at, -(~known(at, on, table[at, on, place])).astype(np.int64))
         table[at, on, place] = expert
         moved.append(moved[-1] + change)
         busiest.append(load)

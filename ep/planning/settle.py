@@ -42,6 +42,8 @@ _MANY = 0.15
 # A layer more than so many times the slack above its best is far off, and has this part of it.
 _FAR = 8
 _SLACK_WHEN_FAR = 0.3
+# So far above the fresh table a walk would move about as much, and takes long.
+_TOO_FAR = 0.5
 _ROUNDING = 1 + 1e-12  # of loads that are compared
 
 
@@ -63,7 +65,10 @@ def settle(
     """
     mean = in_order_sum(loads) / shape.num_live
     starts = _starts(loads, shape, fresh, previous, may_stay_free)
-    enough = _good_enough(fresh, slack, _busiest(loads, starts) / mean) * mean  # [L] loads
+    now = _busiest(loads, starts) / mean
+    enough = _good_enough(fresh, slack, now) * mean  # [L] load of the busiest GPU
+    if cap is None:
+        starts = _worth_a_walk(starts, now <= fresh.balance + _TOO_FAR)
     before = hosts(previous, shape.num_gpus, shape.num_experts)
     walks = [walk(block, loads, start, before, enough[block.layer]) for block, start in starts]
     # Of each layer: the walks that make it up (one, or one a node), and its row in each.
@@ -113,6 +118,18 @@ def _busiest(loads: FloatArray, starts: list[tuple[Block, IntArray]]) -> FloatAr
         busy = gpu_loads(block.weights(loads), start).max(axis=1)
         np.maximum.at(out, block.layer, busy)
     return np.where(out > 0, out, np.inf)
+
+
+def _worth_a_walk(
+    starts: list[tuple[Block, IntArray]], layers: BoolArray
+) -> list[tuple[Block, IntArray]]:
+    """The rows of these layers [L] alone."""
+    out = []
+    for block, start in starts:
+        rows = np.flatnonzero(layers[block.layer])
+        if len(rows):
+            out.append((block.take(rows.tolist()), start[rows]))
+    return out
 
 
 def _good_enough(fresh: Fresh, slack: float, now: FloatArray) -> FloatArray:
