@@ -350,6 +350,13 @@ def test_a_picture_without_matplotlib(
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_flags_that_would_do_nothing(files: Path) -> None:
+    with pytest.raises(ConfigError, match="--ordered"):
+        experts("heatmap", files / "load.npz", "--by", "rank", "--ordered")
+    with pytest.raises(ConfigError, match="--rows 3"):
+        experts("show", files / "load.npz", "--layer", 4, "--expert", 1, "--rows", 3)
+
+
 def test_cells_keep_what_is_hot() -> None:
     values = np.zeros((2, 1000))
     values[0, 777] = 9.0

@@ -262,6 +262,8 @@ def test_compare_on_a_shape(files: Path, capsys: Any) -> None:
         (("--then", "{files}/load.npz", "--drift", "2"), "--drift 2"),
         (("--then", "{files}/big.npz", "--then-array", "decode"), "layers and experts"),
         (("--gpus", "2", "--layouts"), "not both"),
+        (("--redundant", "4", "--layouts"), "--layouts and --redundant"),
+        (("--group-policy", "node", "--only", "EP72"), "--only and --group-policy"),
         (("--policies", ""), "--policies '': valid are"),
         (("--policies", " ,"), "valid are"),
         (("--markdown", "--json"), "not both"),

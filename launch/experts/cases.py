@@ -33,6 +33,21 @@ class Wanted:
     layout: str | None = None
     top_k: int | None = None
 
+    @property
+    def shaping(self) -> list[str]:
+        """Flags that were given and that a published layout sets itself."""
+        given = {
+            "gpus": self.gpus,
+            "redundant": self.redundant,
+            "slots-per-gpu": self.slots_per_gpu,
+            "nodes": self.nodes,
+            "gpus-per-node": self.gpus_per_node,
+            "groups": self.groups,
+            "group-policy": self.group_policy,
+            "shared-expert": self.shared,
+        }
+        return [name for name, value in given.items() if value is not None]
+
     def cases(self, view: View) -> list[Layout]:
         """ConfigError for all that is wrong with the flags."""
         problems = self._problems()

@@ -84,8 +84,11 @@ class Compare:
         problems = []
         if self.markdown and self.as_json:
             problems.append("--markdown and --json: give one of them, not both")
-        if self.published and self.wanted.gpus is not None:
-            problems.append("--layouts and --gpus: give one of them, not both")
+        if self.published or self.chosen:
+            flag = "--layouts" if self.published else "--only"
+            problems += [
+                f"{flag} and --{name}: give one of them, not both" for name in self.wanted.shaping
+            ]
         if self.then is None and (self.then_arrays or self.distance is not None):
             problems.append("--then-array and --drift: go with --then")
         if self.distance is not None and not 0 < self.distance <= 1:

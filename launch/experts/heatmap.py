@@ -54,6 +54,8 @@ class Heatmap:
         problems = []
         if self.by not in BY:
             problems.append(f"--by {self.by!r}: valid are {', '.join(BY)}")
+        if self.ordered and self.by == "rank":
+            problems.append("--ordered: orders experts; leave it out of --by rank")
         if self.output is not None:
             folder = self.output.parent
             if self.output.suffix != ".png":

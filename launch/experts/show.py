@@ -32,6 +32,8 @@ class Show:
     as_json: bool = False
 
     def run(self) -> None:
+        if self.expert is not None and self.rows:
+            raise ConfigError([f"--rows {self.rows}: of a layer's table; leave it out of --expert"])
         view = self.source.read()
         row = view.row_of(self.layer)
         if self.expert is not None and not 0 <= self.expert < view.num_experts:
