@@ -16,7 +16,7 @@ from ep.planning.duplicates import part_duplicates
 from ep.planning.eplb import one_node
 from ep.planning.local_search import SlotTable, Work, even_pairs, relieve_busiest
 from ep.planning.replicate import FloatArray, IntArray, add_replicas, balance_bound, in_order_sum
-from ep.planning.starts import copies_by, every_count, pattern, spread
+from ep.planning.starts import copies_by, every_count_of, pattern, spread
 
 # Good enough to stop: a share of the bound.
 _CLOSE = 5e-4
@@ -36,6 +36,8 @@ _OTHER_WORK = 100
 _LEAST_WORK = 2_000_000
 _PART = 0.5
 _SHAKE_WORK = 1_000_000
+_BELOW_EPLB = 5e-4  # rows this much less even than the EPLB-equivalent are searched further
+_FLOOR_WORK = 3_000_000  # of each round for rows less even than the EPLB-equivalent
 _COUNTS_WORK = 2_000_000
 # Rounds: most and least starts of a row, whether of all rows.
 _TRIES = ((32, 16, True), (128, 32, True), (512, 32, False), (2048, 128, False))
@@ -95,11 +97,12 @@ def _shake(
     for most, least, all_rows in _TRIES:
         far = balance > bound + _WORTH_A_START
         if not all_rows:
-            far &= balance > floor + _ROUNDING
+            far = balance > floor + _BELOW_EPLB
         rows = np.flatnonzero(far)
-        if not len(rows) or len(rows) * gpus * room > _FEW_SLOTS:
+        few = _FEW_SLOTS if all_rows else _FEW_SLOTS // 4
+        if not len(rows) or len(rows) * gpus * room > few:
             continue
-        work += 0 if all_rows else _SHAKE_WORK
+        work += 0 if all_rows else _FLOOR_WORK
         one = len(rows) * gpus * room * room * _TRY_STEPS
         tries = min(most, work // one)
         if tries < least:
@@ -143,15 +146,15 @@ def _all_counts(
     """Tiny rows: starts from every number of copies that could be better, several of each; first
     for rows less even than the EPLB-equivalent, for all others as far as the work allows."""
     _, gpus, room = best.shape
-    far = np.flatnonzero(balance > bound + _WORTH_A_START)
-    if not len(far):
+    if gpus * room > _SMALL_ROW:
         return
-    every = every_count(weights.shape[1], gpus * room, gpus, _MOST_COUNTS)
-    if every is None:
-        return
-    worse = balance[far] > floor[far] + _ROUNDING
+    far = np.flatnonzero((balance > bound + _WORTH_A_START) | (balance > floor + _BELOW_EPLB))
+    worse = balance[far] > floor[far] + _BELOW_EPLB
     work = _COUNTS_WORK * (1 + int(worse.sum()))
     for row in far[np.argsort(~worse, kind="stable")]:
+        every = every_count_of(weights[row], gpus, gpus * room, _MOST_COUNTS)
+        if every is None:
+            continue
         mean = float(in_order_sum(weights[row])) / gpus
         counts = every[(weights[row] / every).max(axis=1) < balance[row] * mean * (1 - _ROUNDING)]
         one = len(counts) * gpus * room * room * _TRY_STEPS

@@ -76,21 +76,37 @@ def _root(weights: FloatArray, power: float) -> FloatArray:
     return out
 
 
-def every_count(experts: int, num_slots: int, limit: int, most: int) -> IntArray | None:
-    """[n, E]: all ways to give each expert 1..limit copies, num_slots in all; None if more than
+def every_count(experts: int, least: int, slots: int, limit: int, most: int) -> IntArray | None:
+    """[n, E]: all ways to give each expert 1..limit copies, least..slots in all; None if more than
     `most` (or as many beginnings of them)."""
-    extra = num_slots - experts
     made = np.zeros((1, 0), dtype=np.int64)
-    for expert in range(experts):
-        left = extra - made.sum(axis=1)
-        more = np.arange(limit)
-        rest = left[:, None] - more
-        fits = (rest >= 0) & (rest <= (experts - expert - 1) * (limit - 1))
-        row, number = np.nonzero(fits)
-        made = np.concatenate([made[row], number[:, None]], axis=1)
+    for left in range(experts - 1, -1, -1):
+        number = np.arange(1, limit + 1)
+        total = made.sum(axis=1)[:, None] + number
+        row, at = np.nonzero((total + left <= slots) & (total + left * limit >= least))
+        made = np.concatenate([made[row], number[at][:, None]], axis=1)
         if len(made) > most:
             return None
-    return made + 1
+    return made
+
+
+def every_count_of(
+    weights: FloatArray, num_gpus: int, num_slots: int, most: int
+) -> IntArray | None:
+    """weights [E] of one row -> [n, E] all numbers of copies that could matter: experts without
+    load share evenly what slots the others leave. None if more than `most`."""
+    idle = weights <= 0
+    num_idle = int(idle.sum())
+    least, slots = num_slots - num_idle * num_gpus, num_slots - num_idle
+    loaded = every_count(len(weights) - num_idle, least, slots, num_gpus, most)
+    if loaded is None:
+        return None
+    out = np.empty((len(loaded), len(weights)), dtype=np.int64)
+    out[:, ~idle] = loaded
+    rest = num_slots - loaded.sum(axis=1)[:, None]
+    if num_idle:
+        out[:, idle] = rest // num_idle + (np.arange(num_idle) < rest % num_idle)
+    return out
 
 
 def pattern(first: int, tries: int, experts: int) -> tuple[FloatArray, FloatArray]:
