@@ -146,9 +146,9 @@ def _all_counts(
     """Tiny rows: starts from every number of copies that could be better, several of each; first
     for rows less even than the EPLB-equivalent, for all others as far as the work allows."""
     _, gpus, room = best.shape
-    if gpus * room > _SMALL_ROW:
-        return
     far = np.flatnonzero((balance > bound + _WORTH_A_START) | (balance > floor + _BELOW_EPLB))
+    if gpus * room > _SMALL_ROW or len(far) * gpus * room > _FEW_SLOTS:
+        return
     worse = balance[far] > floor[far] + _BELOW_EPLB
     work = _COUNTS_WORK * (1 + int(worse.sum()))
     for row in far[np.argsort(~worse, kind="stable")]:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from ep.planning.replicate import FloatArray, IntArray, in_order_sum
 
+_TINY = 16  # more loaded experts have too many numbers of copies to look through
+
 
 def spread(weights: FloatArray, counts: IntArray, num_gpus: int, slots_per_gpu: int) -> IntArray:
     """A first table [B, G, k] for given counts [B, E] (each 1..G, G * k in all): the copies in
@@ -98,6 +100,8 @@ def every_count_of(
     idle = weights <= 0
     num_idle = int(idle.sum())
     least, slots = num_slots - num_idle * num_gpus, num_slots - num_idle
+    if len(weights) - num_idle > _TINY:
+        return None
     loaded = every_count(len(weights) - num_idle, least, slots, num_gpus, most)
     if loaded is None:
         return None
