@@ -41,6 +41,7 @@ _FLOOR_WORK = 3_000_000  # of each round for rows less even than the EPLB-equiva
 _COUNTS_WORK = 2_000_000
 # Rounds: most and least starts of a row, whether of all rows.
 _TRIES = ((32, 16, True), (128, 32, True), (512, 32, False), (2048, 128, False))
+_SMALL_NODE = 32
 _FEW_SLOTS = 4096  # of rows together that are worth many tries
 _MOST_COUNTS = 2000
 _MOST_OF_A_COUNT = 24
@@ -90,7 +91,7 @@ def _shake(
     only for rows less even than the EPLB-equivalent (floor [B]), whose duplicates would be needed.
     """
     _, gpus, room = best.shape
-    if gpus * room > _SMALL_ROW:
+    if gpus * room > _SMALL_ROW or gpus > _SMALL_NODE:
         return
     done = 0
     work = _SHAKE_WORK
