@@ -19,38 +19,9 @@ from dispatch.emulation.events import Config, EventHandle, EventOverlap
 from dispatch.emulation.exchange import Exchange
 from dispatch.emulation.low_latency import LowLatency
 from dispatch.emulation.normal import Normal, Rows
+from dispatch.emulation.sizes import COMBINE_CHUNKS, DISPATCH_CHUNKS, check_sizes
 
 Hook = Callable[[], None]
-
-# Chunk sizes by number of ranks: NVLink send and receive, RDMA send and receive.
-_DISPATCH_CHUNKS = {
-    2: (24, 256, 6, 128),
-    4: (6, 256, 6, 128),
-    8: (6, 256, 6, 128),
-    16: (36, 288, 20, 128),
-    24: (32, 288, 8, 128),
-    32: (32, 288, 8, 128),
-    48: (32, 288, 8, 128),
-    64: (32, 288, 8, 128),
-    96: (20, 480, 12, 128),
-    128: (20, 560, 12, 128),
-    144: (32, 720, 12, 128),
-    160: (28, 720, 12, 128),
-}
-_COMBINE_CHUNKS = {
-    2: (10, 256, 6, 128),
-    4: (9, 256, 6, 128),
-    8: (4, 256, 6, 128),
-    16: (4, 288, 12, 128),
-    24: (1, 288, 8, 128),
-    32: (1, 288, 8, 128),
-    48: (1, 288, 8, 128),
-    64: (1, 288, 8, 128),
-    96: (1, 480, 8, 128),
-    128: (1, 560, 8, 128),
-    144: (2, 720, 8, 128),
-    160: (2, 720, 8, 128),
-}
 
 
 class Buffer:
@@ -81,7 +52,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        _check_sizes(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        check_sizes(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
         # What the library would write into the environment; here it is only kept.
         self.environment: dict[str, str] = {}
         if self.group_size > deepep.RANKS_PER_NODE or low_latency_mode:
@@ -146,13 +117,13 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        python_assert(num_ranks in _DISPATCH_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
-        return Config(Buffer.num_sms, *_DISPATCH_CHUNKS[num_ranks])
+        python_assert(num_ranks in DISPATCH_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
+        return Config(Buffer.num_sms, *DISPATCH_CHUNKS[num_ranks])
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        python_assert(num_ranks in _COMBINE_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
-        return Config(Buffer.num_sms, *_COMBINE_CHUNKS[num_ranks])
+        python_assert(num_ranks in COMBINE_CHUNKS, f"Unsupported number of EP ranks: {num_ranks}")
+        return Config(Buffer.num_sms, *COMBINE_CHUNKS[num_ranks])
 
     # -- normal mode -----------------------------------------------------------------------
 
@@ -386,18 +357,6 @@ class Buffer:
             self.nvshmem_qp_depth >= (max_tokens + 1) * 2,
             f"NVSHMEM_QP_DEPTH={self.nvshmem_qp_depth} >= 2 * (M + 1), M={max_tokens}",
         )
-
-
-def _check_sizes(size: int, nvl: int, rdma: int, low_latency: bool) -> None:
-    for name, value in (("num_nvl_bytes", nvl), ("num_rdma_bytes", rdma)):
-        host_assert(value >= 0 and value % 128 == 0, f"{name}={value} is a multiple of 128")
-        host_assert(value <= deepep.MAX_BUFFER_BYTES, f"{name}={value} is under 32 GiB")
-    host_assert(low_latency or rdma < 2**31, f"num_rdma_bytes={rdma} < 2^31 in normal mode")
-    node = deepep.RANKS_PER_NODE
-    host_assert(size < node or size % node == 0, f"R={size} is below {node} or a multiple of it")
-    largest = max(deepep.NORMAL_RANKS)
-    host_assert(low_latency or size <= largest, f"R={size} <= {largest} in normal mode")
-    host_assert(rdma == 0 or size > node or low_latency, "one node needs no RDMA in normal mode")
 
 
 def _begin_after(previous: EventOverlap | None, asynchronous: bool, on_comm_stream: bool) -> None:

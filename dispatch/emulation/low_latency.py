@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dispatch import deepep
+from dispatch.emulation.checks import check_picks, check_range, check_wait_stats, check_x
 from dispatch.emulation.errors import BufferRuleError, host_assert
 from dispatch.emulation.exchange import Exchange, Message, timed_out
 from dispatch.emulation.quantise import BLOCK, pack_ue8m0, quantise, through_logfmt
@@ -69,8 +70,8 @@ class LowLatency:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Callable[[], None]]:
         """-> x [L, R*M, D], scales, counts [L], src_info [L, R*M], layout_range [L, R], receive."""
         size = self.exchange.size
-        _check_x(x, 2)
-        _check_picks(topk_idx)
+        check_x(x, 2)
+        check_picks(topk_idx)
         host_assert(x.shape[0] == topk_idx.shape[0], f"x {list(x.shape)} and topk_idx agree in T")
         host_assert(x.shape[0] <= max_tokens, f"T={x.shape[0]} <= M={max_tokens}")
         host_assert(num_experts % size == 0, f"E={num_experts} divides by R={size}")
@@ -78,7 +79,7 @@ class LowLatency:
         if stats is not None:
             ok = stats.dtype == torch.int32 and stats.shape == (local,) and stats.is_contiguous()
             host_assert(ok, f"cumulative_local_expert_recv_stats is int32 [{local}]")
-        _check_wait_stats(wait_stats, size)
+        check_wait_stats(wait_stats, size)
         self._check_layout(max_tokens, hidden, num_experts)
         host_assert((size * max_tokens) % 4 == 0, f"(R*M) % 4 == 0, R={size}, M={max_tokens}")
         if use_fp8:
@@ -86,7 +87,7 @@ class LowLatency:
             host_assert(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale")
         self._check_kernels(hidden, topk_idx.shape[1], max_tokens)
         host_assert(local <= self._num_qps, f"num_qps_per_rank={self._num_qps} covers L={local}")
-        _check_range(topk_idx, num_experts)
+        check_range(topk_idx, num_experts)
         for column in range(1, topk_idx.shape[1]):
             before, picked = topk_idx[:, :column], topk_idx[:, column, None]
             twice = (before == picked) & (picked >= 0)
@@ -168,10 +169,10 @@ class LowLatency:
         src_info: Tensor = handle[0]
         _, layout_range, max_tokens, hidden, num_experts = handle
         local = num_experts // size
-        _check_x(x, 3)
+        check_x(x, 3)
         wanted = (local, size * max_tokens, hidden)
         host_assert(x.shape == wanted, f"x {list(x.shape)} is [L, R*M, D] = {list(wanted)}")
-        _check_picks(topk_idx)
+        check_picks(topk_idx)
         host_assert(
             topk_weights.shape == topk_idx.shape
             and topk_weights.dtype == torch.float32
@@ -180,14 +181,14 @@ class LowLatency:
         )
         tokens = topk_idx.shape[0]
         host_assert(tokens <= max_tokens, f"T={tokens} <= M={max_tokens}")
-        _check_wait_stats(wait_stats, size)
+        check_wait_stats(wait_stats, size)
         host_assert(not (zero_copy and use_logfmt), "zero_copy and use_logfmt exclude each other")
         self._check_layout(max_tokens, hidden, num_experts)
         if out is not None:
             ok = out.shape == (tokens, hidden) and out.dtype == torch.bfloat16
             host_assert(ok and out.is_contiguous(), f"out is bfloat16 [{tokens}, {hidden}]")
         self._check_kernels(hidden, topk_idx.shape[1], max_tokens)
-        _check_range(topk_idx, num_experts)
+        check_range(topk_idx, num_experts)
         self._check_clean()
         result = self._results.get(id(src_info))
         if result is None or id(result.alive()) != id(src_info):
@@ -377,28 +378,3 @@ def _note_wait(stats: Tensor | None, messages: dict[int, Message | None], start:
         waited = int(1e6 * (time.perf_counter() - start))
         for source in messages:
             stats[source] += waited
-
-
-def _check_x(x: Tensor, dim: int) -> None:
-    ok = x.dim() == dim and x.is_contiguous() and x.dtype == torch.bfloat16
-    host_assert(
-        ok, f"x is bfloat16, contiguous, of {dim} dimensions, not {x.dtype} {list(x.shape)}"
-    )
-    host_assert(x.shape[-1] % 128 == 0, f"D={x.shape[-1]} divides by 128")
-
-
-def _check_picks(topk_idx: Tensor) -> None:
-    ok = topk_idx.dim() == 2 and topk_idx.is_contiguous() and topk_idx.dtype == torch.int64
-    host_assert(ok, f"topk_idx is int64 [T, K], contiguous, not {topk_idx.dtype}")
-
-
-def _check_range(topk_idx: Tensor, num_experts: int) -> None:
-    """The library does not look; on a GPU the write would land elsewhere."""
-    if topk_idx.numel() and not -1 <= int(topk_idx.min()) <= int(topk_idx.max()) < num_experts:
-        raise BufferRuleError(f"topk_idx: valid are -1 (none) and 0..{num_experts - 1}")
-
-
-def _check_wait_stats(stats: Tensor | None, size: int) -> None:
-    if stats is not None:
-        ok = stats.dtype == torch.int64 and stats.shape == (size,) and stats.is_contiguous()
-        host_assert(ok, f"wait statistics are int64 [{size}]")
