@@ -18,6 +18,26 @@ _EVENTS: Signature = (
 )
 _LL_SIZES: Signature = (("num_max_dispatch_tokens_per_rank", ...), ("hidden", ...))
 
+_DISPATCH: Signature = (
+    ("x", ...),
+    ("handle", None),
+    ("num_tokens_per_rank", None),
+    ("num_tokens_per_rdma_rank", None),
+    ("is_token_in_rank", None),
+    ("num_tokens_per_expert", None),
+    ("topk_idx", None),
+    ("topk_weights", None),
+    ("expert_alignment", 1),
+)
+_COMBINE: Signature = (
+    ("x", ...),
+    ("handle", ...),
+    ("topk_weights", None),
+    ("bias", None),
+    ("config", None),
+    *_EVENTS,
+)
+
 _BUFFER: dict[str, Signature] = {
     "__init__": (
         ("group", ...),
@@ -47,48 +67,18 @@ _BUFFER: dict[str, Signature] = {
     "get_combine_config": (("num_ranks", ...),),
     "get_dispatch_layout": (("topk_idx", ...), ("num_experts", ...), *_EVENTS),
     "dispatch": (
-        ("x", ...),
-        ("handle", None),
-        ("num_tokens_per_rank", None),
-        ("num_tokens_per_rdma_rank", None),
-        ("is_token_in_rank", None),
-        ("num_tokens_per_expert", None),
-        ("topk_idx", None),
-        ("topk_weights", None),
-        ("expert_alignment", 1),
+        *_DISPATCH,
         ("num_worst_tokens", 0),
         ("config", None),
         *_EVENTS,
     ),
-    "combine": (
-        ("x", ...),
-        ("handle", ...),
-        ("topk_weights", None),
-        ("bias", None),
-        ("config", None),
-        *_EVENTS,
-    ),
+    "combine": _COMBINE,
     "internode_dispatch": (
-        ("x", ...),
-        ("handle", None),
-        ("num_tokens_per_rank", None),
-        ("num_tokens_per_rdma_rank", None),
-        ("is_token_in_rank", None),
-        ("num_tokens_per_expert", None),
-        ("topk_idx", None),
-        ("topk_weights", None),
-        ("expert_alignment", 1),
+        *_DISPATCH,
         ("config", None),
         *_EVENTS,
     ),
-    "internode_combine": (
-        ("x", ...),
-        ("handle", ...),
-        ("topk_weights", None),
-        ("bias", None),
-        ("config", None),
-        *_EVENTS,
-    ),
+    "internode_combine": _COMBINE,
     "clean_low_latency_buffer": (*_LL_SIZES, ("num_experts", ...)),
     "low_latency_dispatch": (
         ("x", ...),
