@@ -41,15 +41,23 @@ from dispatch.base import (
     DispatchStats,
     Handle,
     Layout,
-    PeerError,
     Probe,
     Received,
 )
 from dispatch.combine import CombinePairs
-from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
-from dispatch.permute import to_row_major
+from dispatch.handles import (
+    HandleState,
+    TokenHandle,
+    check_inputs,
+    check_outputs,
+    check_probe,
+    check_slots,
+    form_for,
+    group_problem,
+    pairs_as_received,
+)
 from dispatch.route import count_picks
-from dispatch.wire import REFUSED, PaddedBlocks, RowFormat
+from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, stop_if_refused
 from ep.group import EPGroup
 
 
@@ -79,13 +87,10 @@ class AllGatherDispatcher:
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
     ) -> None:
-        answer = self.probe(group, config)
-        if not answer.ok:
-            raise DispatchError(f"dispatcher 'allgather': {answer.reason}")
-        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        check_probe(self.name, self.probe(group, config))
         self.group = group
         self.config = config
-        self.combine_form = default if combine_form is None else combine_form
+        self.combine_form = form_for(config, combine_form)
         self.num_local_experts = config.num_physical_experts // group.size
         self.row_format = _row_format(config)
         self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
@@ -95,14 +100,9 @@ class AllGatherDispatcher:
 
     @staticmethod
     def probe(group: EPGroup, config: DispatchConfig) -> Probe:
-        if group.size == 1 or group.device_group is None:
-            return Probe(False, "needs two ranks or more; one rank has no process group")
-        if config.num_physical_experts % group.size:
-            return Probe(
-                False,
-                f"num_physical_experts={config.num_physical_experts} does not divide by "
-                f"{group.size} ranks",
-            )
+        problem = group_problem(group, config)
+        if problem is not None:
+            return Probe(False, problem)
         backend = dist.get_backend(group.device_group)
         return Probe(True, f"all-gather and reduce-scatter over {backend}, {group.size} ranks")
 
@@ -136,7 +136,7 @@ class AllGatherDispatcher:
             raise
         if bound is None:
             counts = self._exchange_counts(x.shape[0], x.device)
-            _stop_if_refused(counts)
+            stop_if_refused(counts)
             bound = max(counts)
         flight = _Flight(self, x, slots, weights, bound=bound, picks=slots)
         flight.block = self._pack(bound, x, slots, weights)
@@ -146,12 +146,12 @@ class AllGatherDispatcher:
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        flight = self._expect(handle, HandleState.SENT)
+        flight = _Flight.expect(handle, self, HandleState.SENT)
         assert flight.work is not None and flight.blocks is not None
         flight.work.wait()
         layout = PaddedBlocks(self.row_format, self.group.size, flight.bound)
         counts = layout.counts(flight.blocks)
-        _stop_if_refused(counts)
+        stop_if_refused(counts)
         x_part, weight_part, slot_part = self.row_format.split(flight.blocks)
         # [R, B, K] without the headers; what lies beyond a rank's count is not looked at.
         blocked = slot_part.view(self.group.size, layout.block_rows, self.config.top_k)[:, 1:]
@@ -175,18 +175,14 @@ class AllGatherDispatcher:
     # -- and back --------------------------------------------------------------------------
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        flight = self._expect(handle, HandleState.RECEIVED)
+        flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         slots, places, width = flight.slots, flight.places, self._width
         check_outputs(self.combine_form, slots, self.config.hidden_size, y, index)
         if self.combine_form is CombineForm.PAIRS:
             rows, picks = (slots >= 0).nonzero(as_tuple=True)
             places = places[rows] * width + picks
             if index is not None:
-                y = to_row_major(y, index)
-                if y.shape[0] != places.shape[0]:
-                    raise DispatchError(
-                        f"index: {y.shape[0]} valid pairs; must be {places.shape[0]}, as received"
-                    )
+                y = pairs_as_received(y, index, places.shape[0])
         hidden, size = self.config.hidden_size, self.group.size
         shape = (size * flight.bound * width, hidden)
         flight.y = torch.zeros(shape, dtype=self.config.dtype, device=y.device)
@@ -200,7 +196,7 @@ class AllGatherDispatcher:
         self.stats.bytes_sent += (size - 1) * flight.result.nbytes
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        flight = self._expect(handle, HandleState.RETURNED)
+        flight = _Flight.expect(handle, self, HandleState.RETURNED)
         assert flight.work is not None and flight.result is not None
         flight.work.wait()
         tokens, width = flight.x.shape[0], self._width
@@ -265,10 +261,6 @@ class AllGatherDispatcher:
         everybody = self._empty(self.group.size * (bound + 1), device)
         _all_gather(everybody, block, group=self.group.device_group)
 
-    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
-        flight: _Flight = TokenHandle.expect(handle, self, state)
-        return flight
-
 
 def _all_gather(out: Tensor, x: Tensor, **options: Any) -> Any:
     # torch 2.13 renamed both, and warns at the old names.
@@ -286,9 +278,3 @@ def _row_format(config: DispatchConfig) -> RowFormat:
     return RowFormat.choose(
         config.hidden_size, config.top_k, config.dtype, config.num_physical_experts
     )
-
-
-def _stop_if_refused(counts: list[int]) -> None:
-    refused = [rank for rank, count in enumerate(counts) if count == REFUSED]
-    if refused:
-        raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")

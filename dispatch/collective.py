@@ -37,15 +37,23 @@ from dispatch.base import (
     DispatchStats,
     Handle,
     Layout,
-    PeerError,
     Probe,
     Received,
 )
 from dispatch.combine import CombinePairs
-from dispatch.handles import HandleState, TokenHandle, check_inputs, check_outputs, check_slots
-from dispatch.permute import to_row_major
+from dispatch.handles import (
+    HandleState,
+    TokenHandle,
+    check_inputs,
+    check_outputs,
+    check_probe,
+    check_slots,
+    form_for,
+    group_problem,
+    pairs_as_received,
+)
 from dispatch.route import count_picks
-from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan
+from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan, stop_if_refused
 from ep.group import EPGroup
 
 # About what a loopback or a fast network carries in the time of one more collective.
@@ -83,13 +91,10 @@ class CollectiveDispatcher:
         combine_pairs: CombinePairs | None = None,
         eager_bytes: int = _EAGER_BYTES,
     ) -> None:
-        answer = self.probe(group, config)
-        if not answer.ok:
-            raise DispatchError(f"dispatcher 'torch': {answer.reason}")
-        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        check_probe(self.name, self.probe(group, config))
         self.group = group
         self.config = config
-        self.combine_form = default if combine_form is None else combine_form
+        self.combine_form = form_for(config, combine_form)
         self.num_local_experts = config.num_physical_experts // group.size
         self.row_format = RowFormat.choose(
             config.hidden_size, config.top_k, config.dtype, self.num_local_experts
@@ -102,14 +107,9 @@ class CollectiveDispatcher:
 
     @staticmethod
     def probe(group: EPGroup, config: DispatchConfig) -> Probe:
-        if group.size == 1 or group.device_group is None:
-            return Probe(False, "needs two ranks or more; one rank has no process group")
-        if config.num_physical_experts % group.size:
-            return Probe(
-                False,
-                f"num_physical_experts={config.num_physical_experts} does not divide by "
-                f"{group.size} ranks",
-            )
+        problem = group_problem(group, config)
+        if problem is not None:
+            return Probe(False, problem)
         backend = dist.get_backend(group.device_group)
         return Probe(True, f"all_to_all_single over {backend}, {group.size} ranks")
 
@@ -139,7 +139,7 @@ class CollectiveDispatcher:
         flight = _Flight(self, x, slots, weights, plan=plan, blocks=blocks)
         if blocks is None:
             flight.row_counts = self._exchange_counts(plan.row_counts, x.device)
-            _stop_if_refused(flight.row_counts)
+            stop_if_refused(flight.row_counts)
             self._send_exact(flight, plan)
         else:
             self._send_padded(flight, plan, blocks)
@@ -153,12 +153,12 @@ class CollectiveDispatcher:
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        flight = self._expect(handle, HandleState.SENT)
+        flight = _Flight.expect(handle, self, HandleState.SENT)
         assert flight.work is not None and flight.arriving is not None
         flight.work.wait()
         if flight.blocks is not None:
             flight.row_counts = flight.blocks.counts(flight.arriving)
-            _stop_if_refused(flight.row_counts)
+            stop_if_refused(flight.row_counts)
             x, weights, slots = flight.blocks.unpack(flight.arriving, flight.row_counts)
         else:
             assert flight.own is not None
@@ -179,18 +179,14 @@ class CollectiveDispatcher:
     # -- and back --------------------------------------------------------------------------
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        flight = self._expect(handle, HandleState.RECEIVED)
+        flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         slots, home = flight.slots, flight.home
         check_outputs(self.combine_form, slots, self.config.hidden_size, y, index)
         assert home is not None
         if self.combine_form is CombineForm.PAIRS:
             send_counts = _pairs_by_source(slots, flight.row_counts)
             if index is not None:
-                y = to_row_major(y, index)
-                if y.shape[0] != sum(send_counts):
-                    raise DispatchError(
-                        f"index: {y.shape[0]} valid pairs; must be {sum(send_counts)}, as received"
-                    )
+                y = pairs_as_received(y, index, sum(send_counts))
         else:
             send_counts = flight.row_counts
         flight.y = y.to(self.config.dtype).contiguous()
@@ -211,7 +207,7 @@ class CollectiveDispatcher:
         self.stats.bytes_sent += leaving * self.config.hidden_size * self.config.dtype.itemsize
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        flight = self._expect(handle, HandleState.RETURNED)
+        flight = _Flight.expect(handle, self, HandleState.RETURNED)
         assert flight.work is not None and flight.result is not None and flight.home is not None
         flight.work.wait()
         weights = flight.weights
@@ -299,10 +295,6 @@ class CollectiveDispatcher:
         size = self.group.size
         self.stats.bytes_sent += 8 * (size - 1) + sum(send_counts) * form.row_bytes
 
-    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
-        flight: _Flight = TokenHandle.expect(handle, self, state)
-        return flight
-
 
 def _pairs_by_source(slots: Tensor, row_counts: list[int]) -> list[int]:
     """slots [N, K], rows in order of source rank -> [R] valid pairs from each rank."""
@@ -311,12 +303,6 @@ def _pairs_by_source(slots: Tensor, row_counts: list[int]) -> list[int]:
     ends = torch.tensor([0, *row_counts], device=slots.device).cumsum(0)
     pairs: list[int] = before[ends].diff().tolist()
     return pairs
-
-
-def _stop_if_refused(row_counts: list[int]) -> None:
-    refused = [rank for rank, count in enumerate(row_counts) if count == REFUSED]
-    if refused:
-        raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
 
 
 def _without(counts: list[int], rank: int) -> list[int]:

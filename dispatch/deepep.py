@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dispatch.base import CombineForm, DispatchConfig, DispatchError
+
 # Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
 LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LL_MAX_TOP_K = 11
@@ -49,6 +51,34 @@ def why_absent(error: Exception) -> str:
         return "deep_ep is not installed"
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     return f"deep_ep cannot be imported: {said}"
+
+
+def check_form(combine_form: CombineForm | None) -> None:
+    """DispatchError if rows are to come home apart."""
+    if combine_form not in (None, CombineForm.SUMMED):
+        raise DispatchError(
+            f"combine_form={combine_form}: the library sums at home; must be SUMMED"
+        )
+
+
+def mode_problems(config: DispatchConfig, what_it_does: str) -> list[str]:
+    """What speaks against either mode. what_it_does: "sums in bfloat16", say, by itself."""
+    found = []
+    if config.deterministic:
+        found.append(f"deterministic mode: the library {what_it_does}; use `torch`, or turn it off")
+    if config.dtype != torch.bfloat16:
+        found.append(f"dtype={config.dtype}: must be torch.bfloat16")
+    return found
+
+
+def division_problems(num_experts: int, num_ranks: int) -> list[str]:
+    if num_experts % num_ranks == 0:
+        return []
+    below = num_experts - num_experts % num_ranks
+    return [
+        f"num_physical_experts={num_experts} does not divide by {num_ranks} ranks: "
+        f"nearest are {below} and {below + num_ranks}"
+    ]
 
 
 def ll_buffer_bytes(max_tokens: int, hidden: int, num_experts: int) -> int:
@@ -114,12 +144,7 @@ def ll_problems(
             f"{num_ranks} ranks: above {RANKS_PER_NODE} a multiple of it, such as {below} "
             f"or {below + RANKS_PER_NODE}"
         )
-    if num_experts % num_ranks:
-        below = num_experts - num_experts % num_ranks
-        found.append(
-            f"num_physical_experts={num_experts} does not divide by {num_ranks} ranks: "
-            f"nearest are {below} and {below + num_ranks}"
-        )
+    found += division_problems(num_experts, num_ranks)
     largest = ll_largest_tokens(num_ranks, hidden, num_experts, qp_depth)
     here = f"max_tokens_per_rank={max_tokens}"
     if max_tokens < 1:

@@ -38,7 +38,13 @@ from dispatch.base import (
     Received,
 )
 from dispatch.combine import CombinePairs
-from dispatch.handles import HandleState, TokenHandle, check_inputs, check_slots
+from dispatch.handles import (
+    HandleState,
+    TokenHandle,
+    check_inputs,
+    check_probe,
+    check_slots,
+)
 from ep.group import EPGroup
 
 _MAX_IN_FLIGHT = 2  # the library has two buffers
@@ -106,13 +112,8 @@ class LowLatencyDispatcher:
         dequantise: bool = True,
         enable_shrink: bool = False,
     ) -> None:
-        answer = self.probe(group, config)
-        if not answer.ok:
-            raise DispatchError(f"dispatcher {self.name!r}: {answer.reason}")
-        if combine_form not in (None, CombineForm.SUMMED):
-            raise DispatchError(
-                f"combine_form={combine_form}: the library sums at home; must be SUMMED"
-            )
+        check_probe(self.name, self.probe(group, config))
+        deepep.check_form(combine_form)
         if ue8m0 and not use_fp8:
             raise DispatchError("ue8m0=True: a format of FP8 scales; needs use_fp8=True")
         self.group, self.config = group, config
@@ -230,7 +231,7 @@ class LowLatencyDispatcher:
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        flight = self._expect(handle, HandleState.SENT)
+        flight = _Flight.expect(handle, self, HandleState.SENT)
         flight.land()
         counts = flight.counts
         assert counts is not None
@@ -251,7 +252,7 @@ class LowLatencyDispatcher:
         )
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        flight = self._expect(handle, HandleState.RECEIVED)
+        flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         if index is not None:
             raise DispatchError("index: only the PAIRS form takes one; must be None")
         width = self.group.size * self.config.max_tokens_per_rank
@@ -273,7 +274,7 @@ class LowLatencyDispatcher:
         self._rows_back = self._rows_back + self._to_others(arrived)
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        flight = self._expect(handle, HandleState.RETURNED)
+        flight = _Flight.expect(handle, self, HandleState.RETURNED)
         flight.land()
         assert flight.result is not None
         total = flight.result.to(torch.float32)
@@ -324,10 +325,6 @@ class LowLatencyDispatcher:
     def _device(self) -> str:
         return "cpu" if self.emulate else "cuda"
 
-    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
-        flight: _Flight = TokenHandle.expect(handle, self, state)
-        return flight
-
 
 class EmulatedLowLatencyDispatcher(LowLatencyDispatcher):
     """The same adapter on the emulation: no GPU, no package, the same limits."""
@@ -353,13 +350,7 @@ def dequantise_masked(rows: Tensor, scales: Tensor) -> Tensor:
 
 def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
     """What speaks against it, whatever is installed."""
-    found = []
-    if config.deterministic:
-        found.append(
-            "deterministic mode: the library rounds rows and results; use `torch`, or turn it off"
-        )
-    if config.dtype != torch.bfloat16:
-        found.append(f"dtype={config.dtype}: must be torch.bfloat16")
+    found = deepep.mode_problems(config, "rounds rows and results")
     depth = os.environ.get("NVSHMEM_QP_DEPTH")
     return found + deepep.ll_problems(
         num_ranks=group.size,

@@ -33,6 +33,7 @@ from dispatch.handles import (
     TokenHandle,
     check_inputs,
     check_outputs,
+    check_probe,
     check_slots,
 )
 from ep.group import EPGroup
@@ -71,13 +72,8 @@ class NormalDispatcher:
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
     ) -> None:
-        answer = self.probe(group, config)
-        if not answer.ok:
-            raise DispatchError(f"dispatcher {self.name!r}: {answer.reason}")
-        if combine_form not in (None, CombineForm.SUMMED):
-            raise DispatchError(
-                f"combine_form={combine_form}: the library sums at home; must be SUMMED"
-            )
+        check_probe(self.name, self.probe(group, config))
+        deepep.check_form(combine_form)
         self.group, self.config = group, config
         self.num_local_experts = config.num_physical_experts // group.size
         library = deepep.load(self.emulate)
@@ -144,7 +140,7 @@ class NormalDispatcher:
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        flight = self._expect(handle, HandleState.SENT)
+        flight = _Flight.expect(handle, self, HandleState.SENT)
         flight.event.current_stream_wait()
         got = flight.received
         assert got is not None
@@ -155,7 +151,7 @@ class NormalDispatcher:
         return flight.received
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        flight = self._expect(handle, HandleState.RECEIVED)
+        flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         received = flight.received
         assert received is not None
         check_outputs(self.combine_form, received.slots, self.config.hidden_size, y, index)
@@ -167,7 +163,7 @@ class NormalDispatcher:
         self.stats.bytes_sent += (y.shape[0] - flight.own_rows) * y.shape[1] * 2
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        flight = self._expect(handle, HandleState.RETURNED)
+        flight = _Flight.expect(handle, self, HandleState.RETURNED)
         flight.event.current_stream_wait()
         assert flight.result is not None
         total = flight.result.to(torch.float32)
@@ -180,10 +176,6 @@ class NormalDispatcher:
         if not self._closed:
             self._buffer.destroy()
         self._closed = True
-
-    def _expect(self, handle: Handle, state: HandleState) -> _Flight:
-        flight: _Flight = TokenHandle.expect(handle, self, state)
-        return flight
 
 
 class EmulatedNormalDispatcher(NormalDispatcher):
@@ -206,13 +198,7 @@ def _buffer_bytes(library: Any, group: EPGroup, config: DispatchConfig) -> tuple
 
 
 def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
-    found = []
-    if config.deterministic:
-        found.append(
-            "deterministic mode: the library sums in bfloat16; use `torch`, or turn it off"
-        )
-    if config.dtype != torch.bfloat16:
-        found.append(f"dtype={config.dtype}: must be torch.bfloat16")
+    found = deepep.mode_problems(config, "sums in bfloat16")
     size, node = group.size, deepep.RANKS_PER_NODE
     if size not in deepep.NORMAL_RANKS:
         found.append(f"{size} ranks: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}")
@@ -223,12 +209,7 @@ def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
         found.append(f"{size} ranks on several nodes: up to {node} must share one")
     if not 1 <= config.top_k <= deepep.NORMAL_MAX_TOP_K:
         found.append(f"top_k={config.top_k}: valid are 1..{deepep.NORMAL_MAX_TOP_K}")
-    if config.num_physical_experts % size:
-        below = config.num_physical_experts // size * size
-        found.append(
-            f"num_physical_experts={config.num_physical_experts} does not divide by {size} ranks: "
-            f"nearest are {below} and {below + size}"
-        )
+    found += deepep.division_problems(config.num_physical_experts, size)
     local, most = config.num_physical_experts // size, deepep.NORMAL_MAX_LOCAL_EXPERTS
     if local > most:
         found.append(f"{local} experts a rank: at most {most}")

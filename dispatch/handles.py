@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, Probe
+from dispatch.permute import to_row_major
+from ep.group import EPGroup
 
 
 class HandleState(enum.Enum):
@@ -36,15 +38,40 @@ class TokenHandle:
     y: Tensor | None = None
     index: Tensor | None = None
 
-    @staticmethod
-    def expect(handle: Any, owner: object, state: HandleState) -> Any:
+    @classmethod
+    def expect(cls, handle: Any, owner: object, state: HandleState) -> Self:
         """The handle, if it is one of `owner` in this state; else HandleError. The caller moves it
         on once nothing can be refused any more."""
-        if not isinstance(handle, TokenHandle) or handle.owner is not owner:
+        if not isinstance(handle, cls) or handle.owner is not owner:
             raise HandleError(f"{state.value}: the handle is not one that this dispatcher made")
         if handle.state is not state:
             raise HandleError(f"{state.value}: the handle's next call is {handle.state.value}")
         return handle
+
+
+def check_probe(name: str, answer: Probe) -> None:
+    """DispatchError if the backend of this name cannot run here."""
+    if not answer.ok:
+        raise DispatchError(f"dispatcher {name!r}: {answer.reason}")
+
+
+def group_problem(group: EPGroup, config: DispatchConfig) -> str | None:
+    """Why collectives among ranks cannot carry this; None: they can."""
+    if group.size == 1 or group.device_group is None:
+        return "needs two ranks or more; one rank has no process group"
+    if config.num_physical_experts % group.size:
+        return (
+            f"num_physical_experts={config.num_physical_experts} does not divide by "
+            f"{group.size} ranks"
+        )
+    return None
+
+
+def form_for(config: DispatchConfig, asked: CombineForm | None) -> CombineForm:
+    """asked, or what the mode wants of a backend that can do both."""
+    if asked is not None:
+        return asked
+    return CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
 
 
 def check_inputs(config: DispatchConfig, x: Tensor, slots: Tensor, weights: Tensor) -> None:
@@ -105,6 +132,14 @@ def check_outputs(
     pairs = int((slots >= 0).sum())
     if y.shape[0] != pairs:
         raise DispatchError(f"y: {y.shape[0]} rows; must be {pairs}, one for each valid pair")
+
+
+def pairs_as_received(y: Tensor, index: Tensor, received: int) -> Tensor:
+    """y [Q, D] in the order of index [N, K] -> row-major. DispatchError unless Q == received."""
+    y = to_row_major(y, index)
+    if y.shape[0] != received:
+        raise DispatchError(f"index: {y.shape[0]} valid pairs; must be {received}, as received")
+    return y
 
 
 def pair_index(slots: Tensor) -> Tensor:

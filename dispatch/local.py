@@ -30,7 +30,9 @@ from dispatch.handles import (
     TokenHandle,
     check_inputs,
     check_outputs,
+    check_probe,
     check_slots,
+    form_for,
     pair_index,
 )
 from dispatch.route import count_picks
@@ -52,12 +54,9 @@ class LocalDispatcher:
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
     ) -> None:
-        answer = self.probe(group, config)
-        if not answer.ok:
-            raise DispatchError(f"dispatcher 'local': {answer.reason}")
-        default = CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
+        check_probe(self.name, self.probe(group, config))
         self.config = config
-        self.combine_form = default if combine_form is None else combine_form
+        self.combine_form = form_for(config, combine_form)
         self.stats = DispatchStats(rows_sent_to_rank=[0])
         self._combine = combine_pairs or combine.combine_pairs
         self._closed = False
@@ -85,7 +84,7 @@ class LocalDispatcher:
         return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
 
     def dispatch_finish(self, handle: Handle) -> Received:
-        handle = self._expect(handle, HandleState.SENT)
+        handle = TokenHandle.expect(handle, self, HandleState.SENT)
         handle.state = HandleState.RECEIVED
         try:
             counts = count_picks(handle.slots, self.config.num_physical_experts)
@@ -99,12 +98,12 @@ class LocalDispatcher:
         return Received(Layout.ROUTED, handle.x, handle.slots, weights, counts)
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
-        handle = self._expect(handle, HandleState.RECEIVED)
+        handle = TokenHandle.expect(handle, self, HandleState.RECEIVED)
         check_outputs(self.combine_form, handle.slots, self.config.hidden_size, y, index)
         handle.y, handle.index, handle.state = y, index, HandleState.RETURNED
 
     def combine_finish(self, handle: Handle) -> Tensor:
-        handle = self._expect(handle, HandleState.RETURNED)
+        handle = TokenHandle.expect(handle, self, HandleState.RETURNED)
         y, index, handle.y, handle.state = handle.y, handle.index, None, HandleState.SPENT
         assert y is not None
         if self.combine_form is CombineForm.SUMMED:
@@ -115,7 +114,3 @@ class LocalDispatcher:
 
     def close(self) -> None:
         self._closed = True
-
-    def _expect(self, handle: Handle, state: HandleState) -> TokenHandle:
-        token: TokenHandle = TokenHandle.expect(handle, self, state)
-        return token

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dispatch.base import PeerError
+
 REFUSED = -1  # in place of a row count: that rank refuses its arguments
+
+
+def stop_if_refused(counts: list[int]) -> None:
+    """counts [R], one from each rank. PeerError if any rank refused."""
+    refused = [rank for rank, count in enumerate(counts) if count == REFUSED]
+    if refused:
+        raise PeerError(f"dispatch: refused by ranks {refused}; see their errors")
 
 
 @dataclass(frozen=True)
