@@ -13,7 +13,6 @@ no token goes there.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from ep.archive import first_line, read_arrays
 
 IntArray = NDArray[np.int64]
 
@@ -352,18 +353,15 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     if path.suffix not in (".json", ".npz"):
         raise PlacementError(f"path={str(path)!r}: valid endings are .json and .npz")
     content = path.read_bytes()
-    if path.suffix == ".npz" and not content.startswith(b"PK"):  # numpy would speak of pickles
-        raise PlacementError(f"{path}: not a placement file (no npz archive)")
     try:
         if path.suffix == ".json":
             head = json.loads(content)
             table = head.get("physical_to_logical", []) if isinstance(head, dict) else []
         else:
-            with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-                head, table = json.loads(str(archive["meta"])), archive["physical_to_logical"]
-    except Exception as error:  # a damaged archive raises what its bytes happen to look like
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PlacementError(f"{path}: not a placement file ({reason})") from error
+            members = read_arrays(content)
+            head, table = json.loads(str(members["meta"])), members["physical_to_logical"]
+    except Exception as error:  # damaged JSON raises what its bytes happen to look like
+        raise PlacementError(f"{path}: not a placement file ({first_line(error)})") from error
     if not isinstance(head, dict):
         raise PlacementError(f"{path}: not a placement file (no JSON object at its head)")
     return head, table

@@ -119,8 +119,6 @@ def _dispatcher_factory(
             dispatch,
             combine_pairs=start.kernels.kernels.combine_pairs,
         )
-        names = gather_objects(group, choice.dispatcher.name)
-        assert len(set(names)) == 1, f"ranks chose different dispatchers: {names}"
         start.notes.append(choice.describe())
         return choice.dispatcher
 

@@ -24,7 +24,7 @@ from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.rebalance import Ballot
 from moeserve.batch import StepBatch
-from moeserve.errors import EngineFailed, NotReady
+from moeserve.errors import EngineFailed, NotReady, one_line
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
 from moeserve.plan import StepPlan
 from moeserve.rebalancing.rebalancer import Rebalancer
@@ -144,7 +144,7 @@ class Engine:
         try:
             result = self.runner.choose(plan, batch, logits)
         except Exception as error:  # only these requests are lost
-            self.scheduler.fail_plan(plan, f"sampling failed: {_line(error)}")
+            self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
             return None
         return self._commit(plan, result)
 
@@ -155,18 +155,18 @@ class Engine:
                 plan = self.scheduler.schedule()
                 return plan, self.runner.build(plan)
             except Exception as error:
-                self._broken = f"scheduling failed: {_line(error)}"
+                self._broken = f"scheduling failed: {one_line(error)}"
         return StepPlan(), self.runner.build(StepPlan())
 
     def _commit(self, plan: StepPlan, result: Any) -> list[TokenOutput]:
         try:
             return self.scheduler.commit(plan, result)
         except Exception as error:  # said in the next vote
-            self._broken = f"commit failed: {_line(error)}"
+            self._broken = f"commit failed: {one_line(error)}"
             return []
 
     def _forward_failed(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
-        reason = f"the forward pass failed: {_line(error)}"
+        reason = f"the forward pass failed: {one_line(error)}"
         self._failed_steps += 1
         if self.group.size > 1 or self._failed_steps >= MAX_FAILED_STEPS:
             self.scheduler.fail_all(reason)
@@ -318,8 +318,3 @@ class Engine:
         close = getattr(self.runner.model, "close", None)
         if close is not None:
             close()
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

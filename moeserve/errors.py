@@ -52,6 +52,12 @@ class InvalidFields(InvalidRequest):
         Exception.__init__(self, f"{len(problems)} fields are not valid: {text}")
 
 
+def one_line(error: Exception) -> str:
+    """Kind and first line of any error, for a reason that others read."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
 def _spelled(value: object) -> str:
     """A value as JSON and TOML spell it where Python does otherwise: true, null, NaN."""
     match value:

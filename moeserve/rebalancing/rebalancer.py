@@ -43,6 +43,7 @@ from ep.rebalance import (
     begin,
 )
 from ep.transfer import Staging, Transfer, TransferLimits, Trouble, Wanted, staging_buffer
+from moeserve.errors import one_line
 from moeserve.lockstep import StepAgreement
 from moeserve.rebalancing.ledger import RebalanceLedger
 from moeserve.rebalancing.plan import Answer, PlanMaker, Question
@@ -244,7 +245,7 @@ class Rebalancer:
             return Ballot()
         if job.error is not None:
             small = isinstance(job.error, StagingTooSmall)
-            return self._fail(Cause.STAGING if small else Cause.PLANNER, _line(job.error))
+            return self._fail(Cause.STAGING if small else Cause.PLANNER, one_line(job.error))
         if stage is Stage.CHECKING:
             self._moves = job.result
             return Ballot(Say.CHECKED, job.result.digest)
@@ -259,7 +260,7 @@ class Rebalancer:
         if trouble is not Trouble.NONE:
             return self._fail(Cause(trouble.value), self._staging.reason)
         if self._job.error is not None:
-            return self._fail(Cause.BROKEN, _line(self._job.error))
+            return self._fail(Cause.BROKEN, one_line(self._job.error))
         if self._staging.ready and self._job.ended:
             return Ballot(Say.READY, self._at.batch)
         return Ballot()
@@ -389,8 +390,3 @@ class Rebalancer:
         self._reports.append(
             RebalanceReport(self.group.rank, wish.ask, result, reason, dict(said or {}))
         )
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
