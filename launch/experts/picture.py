@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.experts.units import show_count
+from launch.experts.top_screen import ranks_told, tokens_told
 from moeserve.errors import ConfigError
 
 HOT = 4.0  # times the mean: the end of the colour bar
@@ -121,18 +121,7 @@ def _near_mtp(layers: list[str], row: int, every: int) -> bool:
 
 def _subtitle(report: dict[str, Any]) -> str:
     said = [Path(report["source"]).name if "://" not in report["source"] else report["source"]]
-    tokens = report.get("tokens")
-    if tokens:
-        said.append(
-            " + ".join(f"{show_count(n)} {phase}" for phase, n in tokens.items()) + " tokens"
-        )
-    if report["phase"] != "all":
-        said.append(f"{report['phase']} only")
+    said += tokens_told(report)
     said.append(f"{report['num_layers']} layers, {report['num_experts']} experts")
-    if report["num_ranks"]:
-        said.append(f"{report['num_ranks']} ranks")
-    if report["generation"] is not None:
-        said.append(f"placement {report['generation']}")
-    elif report["placement_assumed"]:
-        said.append("placement as given")
+    said += ranks_told(report)
     return "   ·   ".join(said)

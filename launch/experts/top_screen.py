@@ -1,5 +1,5 @@
 """The picture of a `top_report`: tables of layers, experts, ranks and links; and `head`, the first
-line of every command's screen. Knows rich and reports; nothing of sources.
+line of every command's screen, with its parts. Knows rich and reports; nothing of sources.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def head(report: dict[str, Any]) -> Any:
         said.append(f"last {steps} steps" if report["since"] == "window" else "since start")
     elif report.get("steps"):
         said.append(f"{report['steps']} step{'s' * (report['steps'] > 1)}")
+    said += tokens_told(report)
+    if "shared_expert" in report:
+        said.append("shared expert added")
+    said += ranks_told(report)
+    text.append("  " + ", ".join(said), style="dim")
+    return text
+
+
+def tokens_told(report: dict[str, Any]) -> list[str]:
+    """What was counted: tokens by phase, and whether one phase only is looked at."""
+    said = []
     tokens = report.get("tokens")
     if tokens:
         said.append(
@@ -52,16 +63,19 @@ def head(report: dict[str, Any]) -> Any:
         )
     if report["phase"] != "all":
         said.append(f"{report['phase']} only")
-    if "shared_expert" in report:
-        said.append("shared expert added")
+    return said
+
+
+def ranks_told(report: dict[str, Any]) -> list[str]:
+    """Over how many ranks, by which placement."""
+    said = []
     if report["num_ranks"]:
         said.append(f"{report['num_ranks']} ranks")
     if report["generation"] is not None:
         said.append(f"placement {report['generation']}")
     elif report["placement_assumed"]:
         said.append("placement as given")
-    text.append("  " + ", ".join(said), style="dim")
-    return text
+    return said
 
 
 def _most(report: dict[str, Any]) -> int:
