@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ep.placement import ExpertPlacement
 from ep.recording import ExpertRecording, RecordingInfo
@@ -151,3 +153,26 @@ def experts(*arguments: object) -> None:
 
     command = typer.main.get_command(app)
     command.main(["experts", *map(str, arguments)], standalone_mode=False)
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def as_json(capsys: Any, *arguments: object) -> dict[str, Any]:
+    """What the command says with --json: one object, one line, nothing else."""
+    experts(*arguments, "--json")
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1 and not said.err
+    report: dict[str, Any] = json.loads(said.out)
+    assert report["command"] == arguments[0]
+    return report
+
+
+def shown(capsys: Any, *arguments: object, columns: int = 80) -> str:
+    experts(*arguments)
+    text: str = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text, "cut"
+    return text

@@ -1,4 +1,6 @@
-"""What the tests of the HTTP routes share: a script that says what it is asked to, and readers."""
+"""What the tests of the HTTP routes share: jobs of fake ranks, a script that says what it is asked
+to, and readers. A file imports the fixtures that it wants, under the name of the function.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
+import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from moeserve.request import FinishReason, Request, TokenOutput
-from moeserve.server.rehearsal import Rehearsal, echo, output
+from moeserve.server.rehearsal import Rehearsal, echo, output, write_tokenizer
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module", name="folder")
+def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer: all that a front end reads of a checkpoint."""
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module", name="job")
+def scripted_job(folder: Path) -> Iterator[Rehearsal]:
+    """Two ranks that say what `script` says, for all tests of a file."""
+    with Rehearsal(folder, num_ranks=2, script=script) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", name="http")
+def http_of_the_file(job: Rehearsal) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=job.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(name="http")
+def http_of_the_test(job: Rehearsal) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=job.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", name="client")
+def openai_client(job: Rehearsal) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{job.url}/v1", api_key="none", max_retries=0, timeout=20)
 
 
 def script(request: Request) -> Iterator[TokenOutput]:

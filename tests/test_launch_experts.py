@@ -3,7 +3,6 @@ that answer from a script; and what sources are refused how."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from expert_world import EXPERTS, HOT, LAYERS, RANKS, better, counts, expert_job, experts, placement
+from expert_world import (  # noqa: F401
+    EXPERTS,
+    HOT,
+    LAYERS,
+    RANKS,
+    as_json,
+    better,
+    counts,
+    eighty_columns,
+    expert_job,
+    experts,
+    placement,
+    shown,
+)
 from expert_world import recording as made_recording
 
 from ep.load import balancedness
@@ -50,29 +62,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearsal]:
     write_tokenizer(folder)
     with expert_job(folder) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-def as_json(capsys: Any, *arguments: object) -> dict[str, Any]:
-    """What the command says with --json: one object, one line, nothing else."""
-    experts(*arguments, "--json")
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 1 and not said.err
-    report: dict[str, Any] = json.loads(said.out)
-    assert report["command"] == arguments[0]
-    return report
-
-
-def shown(capsys: Any, *arguments: object, columns: int = 80) -> str:
-    experts(*arguments)
-    text: str = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= columns
-    assert "…" not in text, "cut"
-    return text
 
 
 # -- sources ------------------------------------------------------------------------------------

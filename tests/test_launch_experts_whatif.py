@@ -11,18 +11,21 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from expert_world import (
+from expert_world import (  # noqa: F401
     EXPERTS,
     LAYERS,
     RANKS,
     ExpertRank,
+    as_json,
     better,
     counts,
+    eighty_columns,
     expert_job,
     experts,
     placement,
 )
 from expert_world import recording as made_recording
+from expert_world import shown as screen
 
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
@@ -60,25 +63,9 @@ def job(checkpoint: Path) -> Iterator[Rehearsal]:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-def as_json(capsys: Any, *arguments: object) -> dict[str, Any]:
-    experts(*arguments, "--json")
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 1 and not said.err
-    report: dict[str, Any] = json.loads(said.out)
-    assert report["command"] == arguments[0]
-    return report
-
-
 def shown(capsys: Any, *arguments: object) -> str:
-    experts(*arguments)
-    text: str = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    return " ".join(text.split())
+    """The words of a screen, wherever lines end."""
+    return " ".join(screen(capsys, *arguments).split())
 
 
 # -- plan ---------------------------------------------------------------------------------------

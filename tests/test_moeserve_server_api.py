@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from server_world import USER, bias, events, script
+from server_world import (  # noqa: F401
+    USER,
+    bias,
+    checkpoint_folder,
+    events,
+    http_of_the_file,
+    openai_client,
+    scripted_job,
+)
 
 from moeserve import wire
-from moeserve.server.rehearsal import Rehearsal, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def job(folder: Path) -> Iterator[Rehearsal]:
-    with Rehearsal(folder, num_ranks=2, script=script) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def http(job: Rehearsal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=job.url, timeout=20) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(job: Rehearsal) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{job.url}/v1", api_key="none", max_retries=0, timeout=20)
-
+from moeserve.server.rehearsal import Rehearsal
 
 # ---- completions --------------------------------------------------------------------------------
 

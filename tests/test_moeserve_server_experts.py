@@ -12,19 +12,13 @@ import httpx
 import numpy as np
 import pytest
 from gated_toy import EXPERTS, LAYERS, TOP, real_job
+from server_world import checkpoint_folder, http_of_the_test  # noqa: F401
 
 from ep.recording import ExpertRecording
 from moeserve.errors import NotReady
 from moeserve.load_desk import LoadDesk, RecordingConflict
-from moeserve.server.rehearsal import Rehearsal, write_tokenizer
+from moeserve.server.rehearsal import Rehearsal
 from moeserve.wire_experts import RecordingEnded, StartRecording, StopRecording
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(path)
-    return path
 
 
 @pytest.fixture
@@ -32,12 +26,6 @@ def job(folder: Path) -> Iterator[Rehearsal]:
     with real_job(folder) as running:
         yield running
         running.ranks[0].die()  # while somebody hears its last words
-
-
-@pytest.fixture
-def http(job: Rehearsal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=job.url, timeout=20) as client:
-        yield client
 
 
 def complete(http: httpx.Client, number: int) -> None:

@@ -15,6 +15,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server_world import checkpoint_folder, http_of_the_test  # noqa: F401
 
 from moeserve import wire
 from moeserve.request import FinishReason, Request, TokenOutput
@@ -27,22 +28,9 @@ CHAT = ("/v1/chat/completions", {"messages": USER, "max_tokens": 4})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def job(folder: Path) -> Iterator[Rehearsal]:
     with Rehearsal(folder, server={"max_queue": 4, "max_body_bytes": 100_000}) as running:
         yield running
-
-
-@pytest.fixture
-def http(job: Rehearsal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=job.url, timeout=20) as client:
-        yield client
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

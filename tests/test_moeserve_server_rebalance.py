@@ -11,28 +11,16 @@ import httpx
 import numpy as np
 import pytest
 from expert_world import EXPERTS, LAYERS, RANKS, ExpertRank, better, expert_job, placement
+from server_world import checkpoint_folder, http_of_the_test  # noqa: F401
 
-from moeserve.server.rehearsal import Rehearsal, write_tokenizer
+from moeserve.server.rehearsal import Rehearsal
 from moeserve.wire_rebalance import Rebalance
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(path)
-    return path
 
 
 @pytest.fixture
 def job(folder: Path) -> Iterator[Rehearsal]:
     with expert_job(folder) as running:
         yield running
-
-
-@pytest.fixture
-def http(job: Rehearsal) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=job.url, timeout=20) as client:
-        yield client
 
 
 def rank0(job: Rehearsal) -> ExpertRank:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import pytest
-from tool_world import KIMI, KIMI_TEMPLATE, TINY, TOOLS, USER, V31, Scripted
-
-from moeserve.server.rehearsal import write_tokenizer
-from moeserve.tool_calls import _kimi
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Iterator[Scripted]:
-    made = Scripted(TINY)
-    with made.job:
-        yield made
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "special"])
-def kimi(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Scripted]:
-    folder: Path = tmp_path_factory.mktemp("kimi")
-    write_tokenizer(
-        folder, chat_template=KIMI_TEMPLATE, markers=list(_kimi().markers), special=request.param
-    )
-    made = Scripted(folder)
-    with made.job:
-        yield made
+from tool_world import (  # noqa: F401
+    KIMI,
+    TOOLS,
+    USER,
+    V31,
+    Scripted,
+    deepseek_job,
+    kimi_job,
+)
 
 
 def _history(client: openai.OpenAI) -> list[Any]:

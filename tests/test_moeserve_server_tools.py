@@ -6,55 +6,34 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from tool_world import (
+from tool_world import (  # noqa: F401
     BOTH,
     CALL,
     CALLS,
     END,
     END_CALLS,
     KIMI,
-    KIMI_TEMPLATE,
     PARIS,
     ROME,
     SEP,
-    TINY,
     TOOLS,
     USER,
     V3,
     V31,
     Scripted,
+    deepseek_job,
+    kimi_job,
 )
 
 from moeserve import wire
 from moeserve.request import FinishReason
 from moeserve.server.rehearsal import write_tokenizer
-from moeserve.tool_calls import _kimi
-
-
-@pytest.fixture(scope="module")
-def deepseek() -> Iterator[Scripted]:
-    made = Scripted(TINY)
-    with made.job:
-        yield made
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "special"])
-def kimi(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Scripted]:
-    folder: Path = tmp_path_factory.mktemp("kimi")
-    write_tokenizer(
-        folder, chat_template=KIMI_TEMPLATE, markers=list(_kimi().markers), special=request.param
-    )
-    made = Scripted(folder)
-    with made.job:
-        yield made
-
 
 # ---- calls that come back -----------------------------------------------------------------------
 

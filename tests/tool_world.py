@@ -8,10 +8,11 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from moeserve.request import FinishReason, Request, TokenOutput
-from moeserve.server.rehearsal import Rehearsal, output
-from moeserve.tool_calls import _deepseek
+from moeserve.server.rehearsal import Rehearsal, output, write_tokenizer
+from moeserve.tool_calls import _deepseek, _kimi
 
 # The bundled checkpoint has DeepSeek's own markers and a template of the V3.1 kind.
 TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
@@ -125,3 +126,21 @@ class Scripted:
                 found[call.index]["arguments"] += call.function.arguments or ""
         assert len({x["id"] for x in found}) == len(found)
         return reasoning, content, [(x["name"], x["arguments"]) for x in found], finish
+
+
+@pytest.fixture(scope="module", name="deepseek")
+def deepseek_job() -> Iterator[Scripted]:
+    made = Scripted(TINY)
+    with made.job:
+        yield made
+
+
+@pytest.fixture(scope="module", name="kimi", params=[False, True], ids=["plain", "special"])
+def kimi_job(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Scripted]:
+    folder: Path = tmp_path_factory.mktemp("kimi")
+    write_tokenizer(
+        folder, chat_template=KIMI_TEMPLATE, markers=list(_kimi().markers), special=request.param
+    )
+    made = Scripted(folder)
+    with made.job:
+        yield made
