@@ -35,10 +35,13 @@ from torch import Tensor
 
 from dispatch import combine
 from dispatch.base import (
+    BufferPlan,
     CombineForm,
     DispatchConfig,
+    Dispatcher,
     DispatchError,
     DispatchStats,
+    Fp8Tokens,
     Handle,
     Layout,
     Probe,
@@ -74,7 +77,7 @@ class _Flight(TokenHandle):
     result: Tensor | None = None  # [B * n, D]
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """combine_pairs: `Kernels.combine_pairs`; None means plain torch."""
 
     name = "allgather"
@@ -107,27 +110,27 @@ class AllGatherDispatcher:
         return Probe(True, f"all-gather and reduce-scatter over {backend}, {group.size} ranks")
 
     @staticmethod
-    def plan(group: EPGroup, config: DispatchConfig) -> int:
+    def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
         """Buffers of one layer in flight, at max_tokens_per_rank on every rank: they are made for
         each layer and freed when it has come home, but grow with ranks and top-k."""
         blocks = PaddedBlocks(_row_format(config), group.size, config.max_tokens_per_rank)
         width = config.top_k if config.deterministic else 1
         results = group.size * config.max_tokens_per_rank * width * config.hidden_size
-        return blocks.nbytes + results * config.dtype.itemsize
+        return BufferPlan(passing=blocks.nbytes + results * config.dtype.itemsize)
 
     # -- there -----------------------------------------------------------------------------
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
+    def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
         self._bound = max_tokens
 
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'allgather' is closed")
         # What no rank may exceed needs no room.
         most = self.config.max_tokens_per_rank
         bound = None if self._bound is None else min(self._bound, most)
         try:
-            check_inputs(self.config, x, slots, weights)
+            x = check_inputs(self.config, x, slots, weights)
             check_slots(self.config, slots)
             if bound is not None and x.shape[0] > bound:
                 raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {bound}")

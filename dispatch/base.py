@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +37,33 @@ class CombineForm(enum.Enum):
     PAIRS = "pairs"
 
 
+class WireFormat(enum.Enum):
+    """How a row's hidden values travel to the experts; results always come home in the model dtype.
+
+    MODEL: as they are. FP8: e4m3 with one fp32 scale for 128 channels; FP8_UE8M0: the scales are
+    powers of two, a byte each (what a checkpoint with `scale_fmt: ue8m0` was trained with).
+    """
+
+    MODEL = "model"
+    FP8 = "fp8"
+    FP8_UE8M0 = "fp8_ue8m0"
+
+
+class ScaleFormat(enum.Enum):
+    """What `scales` beside e4m3 rows [.., N, D] are. G = ceil(D / 128) blocks a row.
+
+    F32_*: fp32 [.., N, G]. UE8M0_*: int32 [.., N, ceil(G / 4)], four exponent bytes each, the first
+    block's lowest; a scale is 2**(byte - 127). ROW: the last dimension is contiguous; COLUMN: the
+    one before it (what grouped GEMMs on GPUs take).
+    """
+
+    NONE = "none"
+    F32_ROW = "f32_row"
+    F32_COLUMN = "f32_column"
+    UE8M0_ROW = "ue8m0_row"
+    UE8M0_COLUMN = "ue8m0_column"
+
+
 class DispatchError(RuntimeError):
     """A call that a dispatcher refuses: names the argument, its value and what would be valid."""
 
@@ -58,8 +85,22 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class BufferPlan:
+    """Bytes on this rank's device. held: from `open` to `close`. passing: more, while layers are in
+    flight at the largest step (results, padding). Known before the KV cache is sized."""
+
+    held: int = 0
+    passing: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held + self.passing
+
+
+@dataclass(frozen=True)
 class DispatchConfig:
-    """What a backend must know when it is made. max_tokens_per_rank bounds T of any step."""
+    """What a backend must know when it is made. max_tokens_per_rank bounds T of any step, drafts
+    counted. wire: how rows travel to the experts."""
 
     hidden_size: int
     top_k: int
@@ -67,6 +108,25 @@ class DispatchConfig:
     max_tokens_per_rank: int
     dtype: torch.dtype
     deterministic: bool
+    wire: WireFormat = WireFormat.MODEL
+
+
+@dataclass(frozen=True)
+class Fp8Tokens:
+    """Tokens quantised for the wire (`dispatch.fp8`): values e4m3 [T, D], scales as ROW formats
+    say."""
+
+    values: Tensor
+    scales: Tensor
+    scale_format: ScaleFormat
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
 
 @dataclass(frozen=True)
@@ -75,6 +135,9 @@ class Received:
 
     ROUTED: x [N, D]; slots [N, K] int32, local slot index or -1; weights [N, K] fp32 (0 where -1);
     counts [e] int64 rows per local slot. The order of rows is by source rank, then source token.
+    EXPANDED: x [N, D], a row for each (token, slot), grouped by slot; weights [N, 1].
+    MASKED: x [e, M, D]; only the first counts[s] rows of slot s may be read.
+    Rows in e4m3 have `scales`, and scale_format says what these are.
     """
 
     layout: Layout
@@ -82,7 +145,8 @@ class Received:
     slots: Tensor
     weights: Tensor
     counts: Tensor
-    scales: Tensor | None = None  # FP8 wire formats: fp32 [N, D/128]
+    scales: Tensor | None = None
+    scale_format: ScaleFormat = ScaleFormat.NONE
 
 
 class Handle(Protocol):
@@ -100,8 +164,11 @@ class DispatchStats:
 
 class Dispatcher(Protocol):
     """Two all-to-alls a layer. Every rank calls every method the same number of times, T = 0 too.
+    Backends inherit from it: what has a body here is what most of them do.
 
-    dispatch_start(x [T, D], slots [T, K] int32 physical, weights [T, K] fp32) -> handle
+    dispatch_start(x, slots [T, K] int32 physical, weights [T, K] fp32) -> handle
+        x: [T, D] in the model dtype; where `config.wire` is FP8 and the backend does not quantise
+        by itself (`quantises`), Fp8Tokens
     dispatch_finish(handle) -> Received
     combine_start(handle, y)   y as `combine_form` says
     combine_start(handle, y, index)   PAIRS only: y [Q, D] in any order, index [N, K] int64 the row
@@ -110,24 +177,41 @@ class Dispatcher(Protocol):
     """
 
     name: str
+    config: DispatchConfig
     combine_form: CombineForm
     stats: DispatchStats
+    quantises: bool = False  # takes rows in the model dtype and makes FP8 of them by itself
+    graph_safe: bool = False  # may be captured: no shape depends on what ranks send
+    max_in_flight: int | None = None  # layers between dispatch_start and combine_finish; None: any
 
-    @staticmethod
-    def probe(group: Any, config: DispatchConfig) -> Probe: ...
+    def __init__(self, group: Any, config: DispatchConfig, **hooks: Any) -> None: ...
 
-    @staticmethod
-    def plan(group: Any, config: DispatchConfig) -> int:
-        """Bytes of buffers that a dispatcher made of these will hold on this rank."""
+    # -- before there is one: no collective, CPU-safe ------------------------------------------
+
+    @classmethod
+    def probe(cls, group: Any, config: DispatchConfig) -> Probe:
+        """Can it run here? If not, why: package, version, limit, bytes needed against free."""
         ...
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
+    @classmethod
+    def plan(cls, group: Any, config: DispatchConfig) -> BufferPlan:
+        """Bytes that a dispatcher made of these takes on this rank."""
+        ...
+
+    @classmethod
+    def open(cls, group: Any, config: DispatchConfig, **hooks: Any) -> Self:
+        """Collective: make it, buffers included. DispatchError if `probe` refuses."""
+        return cls(group, config, **hooks)
+
+    # -- a layer -------------------------------------------------------------------------------
+
+    def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
         """What all ranks agreed for the layers to come (`Lockstep`): no rank dispatches more than
-        max_tokens at once. The same call on every rank. None, as at the start: not agreed. A
-        backend may use it to send fewer messages; it holds until the next call."""
-        ...
+        max_tokens at once; decode_only: none computes prompt tokens. The same call on every rank.
+        None, as at the start: not agreed. A backend may use it to send fewer messages; it holds
+        until the next call."""
 
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle: ...
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle: ...
 
     def dispatch_finish(self, handle: Handle) -> Received: ...
 
@@ -136,3 +220,21 @@ class Dispatcher(Protocol):
     def combine_finish(self, handle: Handle) -> Tensor: ...
 
     def close(self) -> None: ...
+
+    # -- its state -----------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> list[str]:
+        """Fallbacks that are in force, to be printed once."""
+        return []
+
+    def active_mask(self) -> list[int] | None:
+        """[R]: 1 for a rank that takes part, 0 for one that is left out; None: it has no masks."""
+        return None
+
+    def set_mask(self, rank: int, active: bool) -> None:
+        """Leave a rank out, or take it in again, where the backend can."""
+        raise DispatchError(f"dispatcher {self.name!r} cannot leave ranks out")
+
+    def check_peers(self) -> None:
+        """PeerError if a rank stopped answering since the last look: once a step, by all ranks."""

@@ -31,10 +31,13 @@ from torch import Tensor
 
 from dispatch import combine
 from dispatch.base import (
+    BufferPlan,
     CombineForm,
     DispatchConfig,
+    Dispatcher,
     DispatchError,
     DispatchStats,
+    Fp8Tokens,
     Handle,
     Layout,
     Probe,
@@ -76,7 +79,7 @@ class _Flight(TokenHandle):
     result: Tensor | None = None
 
 
-class CollectiveDispatcher:
+class CollectiveDispatcher(Dispatcher):
     """combine_pairs: `Kernels.combine_pairs`; None means plain torch. eager_bytes: the largest
     padded payload of a rank (the same number on every rank; 0: always exchange counts first)."""
 
@@ -114,21 +117,21 @@ class CollectiveDispatcher:
         return Probe(True, f"all_to_all_single over {backend}, {group.size} ranks")
 
     @staticmethod
-    def plan(group: EPGroup, config: DispatchConfig) -> int:
+    def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
         """Nothing: buffers are made for each layer and freed when it has come home."""
-        return 0
+        return BufferPlan()
 
     # -- there -----------------------------------------------------------------------------
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
+    def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
         self._bound = max_tokens
 
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'torch' is closed")
         blocks = self._padded_blocks()
         try:
-            check_inputs(self.config, x, slots, weights)
+            x = check_inputs(self.config, x, slots, weights)
             check_slots(self.config, slots)
             if blocks is not None and x.shape[0] > blocks.bound:
                 raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {blocks.bound}")

@@ -27,10 +27,13 @@ from torch import Tensor
 
 from dispatch import deepep
 from dispatch.base import (
+    BufferPlan,
     CombineForm,
     DispatchConfig,
+    Dispatcher,
     DispatchError,
     DispatchStats,
+    Fp8Tokens,
     Handle,
     Layout,
     PeerError,
@@ -89,7 +92,7 @@ class _Flight(TokenHandle):
             hook()
 
 
-class LowLatencyDispatcher:
+class LowLatencyDispatcher(Dispatcher):
     """use_fp8: FP8 on the way to the experts (the library quantises). ue8m0: its scales are powers
     of two. dequantise: hand rows on in bfloat16 (expert kernels take no scales); False: FP8 with
     scales. enable_shrink: a rank that does not answer is masked instead of ending the job.
@@ -126,7 +129,7 @@ class LowLatencyDispatcher:
             os.environ.setdefault("NVSHMEM_QP_DEPTH", str(depth))
         self._buffer = self._library.Buffer(
             group=group.cpu_group,
-            num_rdma_bytes=self.plan(group, config),
+            num_rdma_bytes=self.plan(group, config).held,
             low_latency_mode=True,
             num_qps_per_rank=self.num_local_experts,
             explicitly_destroy=True,
@@ -163,10 +166,12 @@ class LowLatencyDispatcher:
         )
 
     @staticmethod
-    def plan(group: EPGroup, config: DispatchConfig) -> int:
+    def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
         """Bytes of the library's buffer; results of a layer come on top while it lasts."""
-        return deepep.ll_buffer_bytes(
-            config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
+        return BufferPlan(
+            deepep.ll_buffer_bytes(
+                config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
+            )
         )
 
     @property
@@ -180,7 +185,7 @@ class LowLatencyDispatcher:
         ]
 
     @property
-    def stats(self) -> DispatchStats:
+    def stats(self) -> DispatchStats:  # type: ignore[override]  # read-only here: made on demand
         """Read from the device as it is asked for."""
         if self._sent is not None:
             self._stats.rows_sent_to_rank = self._sent.tolist()
@@ -190,15 +195,12 @@ class LowLatencyDispatcher:
         self._stats.bytes_sent = int(self._rows_out) * row + int(self._rows_back) * 2 * hidden
         return self._stats
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
-        """Nothing is gained by knowing: slots are of one size, whatever a step sends."""
-
     # -- there and back --------------------------------------------------------------------
 
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        check_inputs(self.config, x, slots, weights)
+        x = check_inputs(self.config, x, slots, weights)
         if slots.device.type == "cpu":  # elsewhere the look would stop the device
             check_slots(self.config, slots)
         held = [f for f in self._flights if f.state is not HandleState.SPENT]

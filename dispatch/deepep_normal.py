@@ -18,10 +18,13 @@ from torch import Tensor
 
 from dispatch import deepep
 from dispatch.base import (
+    BufferPlan,
     CombineForm,
     DispatchConfig,
+    Dispatcher,
     DispatchError,
     DispatchStats,
+    Fp8Tokens,
     Handle,
     Layout,
     Probe,
@@ -57,7 +60,7 @@ class _Flight(TokenHandle):
     result: Tensor | None = None  # [T, D]
 
 
-class NormalDispatcher:
+class NormalDispatcher(Dispatcher):
     """combine_pairs is not used: rows come home summed."""
 
     name = "deepep_normal"
@@ -101,17 +104,14 @@ class NormalDispatcher:
         return Probe(True, f"deep_ep {version} normal, {group.size} ranks, buffers of {size} bytes")
 
     @classmethod
-    def plan(cls, group: EPGroup, config: DispatchConfig) -> int:
+    def plan(cls, group: EPGroup, config: DispatchConfig) -> BufferPlan:
         """Bytes of the library's queues. Whatever its import raises, where it is not there."""
-        return sum(_buffer_bytes(deepep.load(cls.emulate), group, config))
+        return BufferPlan(sum(_buffer_bytes(deepep.load(cls.emulate), group, config)))
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
-        """Nothing is gained by knowing: counts travel anyway."""
-
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        check_inputs(self.config, x, slots, weights)
+        x = check_inputs(self.config, x, slots, weights)
         check_slots(self.config, slots)
         flight = _Flight(self, x, slots, weights)
         picks = slots.to(self._picks_dtype).contiguous()

@@ -12,7 +12,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, Probe
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    DispatchError,
+    Fp8Tokens,
+    HandleError,
+    Probe,
+)
 from dispatch.permute import to_row_major
 from ep.group import EPGroup
 
@@ -74,11 +81,15 @@ def form_for(config: DispatchConfig, asked: CombineForm | None) -> CombineForm:
     return CombineForm.PAIRS if config.deterministic else CombineForm.SUMMED
 
 
-def check_inputs(config: DispatchConfig, x: Tensor, slots: Tensor, weights: Tensor) -> None:
-    """DispatchError unless the arguments of dispatch_start have the shapes of the interface.
+def check_inputs(
+    config: DispatchConfig, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor
+) -> Tensor:
+    """x, if the arguments of dispatch_start have the shapes of the interface; else DispatchError.
 
     The range of slots is not looked at here: see `check_slots`.
     """
+    if isinstance(x, Fp8Tokens):
+        raise DispatchError(f"x: FP8 rows; must be {config.dtype}, as wire={config.wire.value}")
     tokens = x.shape[0] if x.dim() else -1
     if x.shape != (tokens, config.hidden_size) or x.dtype != config.dtype:
         raise DispatchError(
@@ -97,6 +108,7 @@ def check_inputs(config: DispatchConfig, x: Tensor, slots: Tensor, weights: Tens
         raise DispatchError(
             f"x: {tokens} tokens; at most max_tokens_per_rank={config.max_tokens_per_rank}"
         )
+    return x
 
 
 def check_slots(config: DispatchConfig, slots: Tensor) -> None:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from dispatch import combine
 from dispatch.base import (
+    BufferPlan,
     CombineForm,
     DispatchConfig,
+    Dispatcher,
     DispatchError,
     DispatchStats,
+    Fp8Tokens,
     Handle,
     Layout,
     Probe,
@@ -38,7 +41,7 @@ from dispatch.handles import (
 from dispatch.route import count_picks
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """Dispatch and combine within one process. combine_pairs: `Kernels.combine_pairs` or None.
 
     Received rows are x itself, those without any valid slot included.
@@ -70,16 +73,13 @@ class LocalDispatcher:
         return Probe(True, "one rank holds every expert; nothing travels")
 
     @staticmethod
-    def plan(group: Any, config: DispatchConfig) -> int:
-        return 0
+    def plan(group: Any, config: DispatchConfig) -> BufferPlan:
+        return BufferPlan()
 
-    def set_step_bound(self, max_tokens: int | None) -> None:
-        """Nothing travels, so nothing is gained by knowing."""
-
-    def dispatch_start(self, x: Tensor, slots: Tensor, weights: Tensor) -> Handle:
+    def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'local' is closed")
-        check_inputs(self.config, x, slots, weights)
+        x = check_inputs(self.config, x, slots, weights)
         self.stats.rows_sent_to_rank = [x.shape[0]]
         return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
 

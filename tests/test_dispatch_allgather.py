@@ -144,7 +144,7 @@ def test_it_is_chosen_by_name_alone_and_says_what_it_needs(world: World) -> None
 def test_its_plan_grows_with_ranks_and_the_mode() -> None:
     config = config_for(random_placement(8, 2, 0, 0), hidden=6, top_k=3)
     groups = [EPGroup(0, size, size, "a", "b") for size in (2, 4)]  # type: ignore[arg-type]
-    small, large = (AllGatherDispatcher.plan(group, config) for group in groups)
+    small, large = (AllGatherDispatcher.plan(group, config).total for group in groups)
     assert small == 2 * 65 * (12 + 12 + 8) + 2 * 64 * 3 * 6 * 2 and large == 2 * small
-    summed = AllGatherDispatcher.plan(groups[0], replace(config, deterministic=False))
+    summed = AllGatherDispatcher.plan(groups[0], replace(config, deterministic=False)).total
     assert summed == small - 2 * 64 * 2 * 6 * 2

@@ -358,7 +358,7 @@ def test_plan_is_the_formula_and_an_ok_probe_says_what_it_takes() -> None:
     config = replace(
         CONFIG, hidden_size=7168, top_k=8, num_physical_experts=288, max_tokens_per_rank=128
     )
-    size = EmulatedLowLatencyDispatcher.plan(group, config)
+    size = EmulatedLowLatencyDispatcher.plan(group, config).held
     assert size / 2**30 == pytest.approx(2.0, abs=0.005)
     answer = EmulatedLowLatencyDispatcher.probe(group, config)
     assert answer.ok

@@ -112,7 +112,7 @@ def test_nodes_have_eight_ranks() -> None:
     group.size = 8
     assert "up to 8 must share one" in EmulatedNormalDispatcher.probe(group, config).reason
     group.ranks_per_node = 8
-    size = EmulatedNormalDispatcher.plan(group, config)
+    size = EmulatedNormalDispatcher.plan(group, config).held
     assert EmulatedNormalDispatcher.probe(group, config).reason.endswith(f"buffers of {size} bytes")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dispatch.base import CombineForm, Layout, Received
+from dispatch.base import CombineForm, Layout, Received, WireFormat
+from dispatch.fp8 import dequantise, quantise
 from models.deepseek.experts import run_experts
 from models.deepseek.kernels.torch_kernels import TorchExpertWeights, TorchKernels
 
@@ -97,7 +100,18 @@ def test_no_rows_at_all(form: CombineForm, weights: TorchExpertWeights) -> None:
     assert not bool(run_experts(KERNELS, masked, weights, form)[0].any())
 
 
-def test_fp8_rows_are_refused(weights: TorchExpertWeights, x: torch.Tensor) -> None:
-    received = Received(Layout.ROUTED, x, ROUTES, GAINS, counts(), scales=torch.ones(4, 1))
-    with pytest.raises(NotImplementedError, match="FP8"):
-        run_experts(KERNELS, received, weights, CombineForm.PAIRS)
+@pytest.mark.parametrize("wire", [WireFormat.FP8, WireFormat.FP8_UE8M0])
+def test_fp8_rows_are_dequantised(
+    weights: TorchExpertWeights, x: torch.Tensor, wire: WireFormat
+) -> None:
+    rows = quantise(x, wire)
+    sent = Received(
+        Layout.ROUTED, rows.values, ROUTES, GAINS, counts(), rows.scales, rows.scale_format
+    )
+    seen = dequantise(rows.values, rows.scales, rows.scale_format, x.dtype)
+    plain = Received(Layout.ROUTED, seen, ROUTES, GAINS, counts())
+    y, _ = run_experts(KERNELS, sent, weights, CombineForm.PAIRS, x.dtype)
+    assert torch.equal(y, run_experts(KERNELS, plain, weights, CombineForm.PAIRS)[0])
+    assert not torch.equal(
+        y, run_experts(KERNELS, replace(plain, x=x), weights, CombineForm.PAIRS)[0]
+    )

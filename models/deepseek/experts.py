@@ -7,22 +7,31 @@ Shape letters: N received rows, D hidden, K top-k, e local slots, M rows a slot 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from dispatch.base import CombineForm, Layout, Received
+from dispatch.base import CombineForm, Layout, Received, ScaleFormat
+from dispatch.fp8 import dequantise
 from models.deepseek.kernels.base import ExpertWeights, Kernels
 
 
 def run_experts(
-    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
+    kernels: Kernels,
+    received: Received,
+    weights: ExpertWeights,
+    form: CombineForm,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor | None]:
     """What `combine_start` wants: y and, for ROUTED rows in the PAIRS form, the index of pairs.
+    dtype: the model's; rows in FP8 are dequantised to it.
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
     """
     if received.scales is not None:
-        raise NotImplementedError("received rows in FP8: these kernels take the model dtype only")
+        x = dequantise(received.x, received.scales, received.scale_format, dtype)
+        received = replace(received, x=x, scales=None, scale_format=ScaleFormat.NONE)
     if received.layout is Layout.ROUTED:
         return _routed(kernels, received, weights, form)
     if received.layout is Layout.EXPANDED:

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dispatch.base import Dispatcher
+from dispatch.base import Dispatcher, Fp8Tokens, WireFormat
+from dispatch.fp8 import dequantise, quantise
 from dispatch.route import RoutingTable, route, token_keys
 from models.deepseek.experts import run_experts
 from models.deepseek.kernels.base import GateSpec, Kernels
@@ -62,22 +63,37 @@ class MoE:
                 clock.observer.expert_picks(weights.row, ids)
             slots = route(ids, table, token_keys(x.shape[0], self.rank, x.device))
         with clock.part("dispatch"):
-            handle = self.dispatcher.dispatch_start(x, slots, scores)
+            rows = self._for_wire(x)
+            handle = self.dispatcher.dispatch_start(rows, slots, scores)
             if clock.observer is not None:
                 clock.observer.rows_sent(weights.row, self.dispatcher.stats.rows_sent_to_rank)
         with clock.part("experts"):  # here the shared expert needs no dispatch: it fills the wait
-            shared = [self.kernels.mlp(x, w.gate_up, w.down) for w in weights.shared]
+            seen = x if isinstance(rows, Tensor) else self._off_wire(rows)
+            shared = [self.kernels.mlp(seen, w.gate_up, w.down) for w in weights.shared]
         with clock.part("dispatch"):
             received = self.dispatcher.dispatch_finish(handle)
         with clock.part("experts"):
             form = self.dispatcher.combine_form
-            y, index = run_experts(self.kernels, received, weights.experts, form)
+            y, index = run_experts(self.kernels, received, weights.experts, form, x.dtype)
         with clock.part("combine"):
             self.dispatcher.combine_start(handle, y, index)
             out = self.dispatcher.combine_finish(handle)  # [T, D] fp32
             for piece in shared:
                 out = out + piece.to(torch.float32)
             return out.to(x.dtype)
+
+    def _for_wire(self, x: Tensor) -> Tensor | Fp8Tokens:
+        """x [T, D] as `dispatch_start` wants it."""
+        wire = self.dispatcher.config.wire
+        if wire is WireFormat.MODEL or self.dispatcher.quantises:
+            return x
+        return quantise(x, wire)
+
+    def _off_wire(self, rows: Fp8Tokens) -> Tensor:
+        """What an expert sees of them, wherever it lies: so hosting the shared expert, or having
+        one rank, changes no bit."""
+        dtype = self.dispatcher.config.dtype
+        return dequantise(rows.values, rows.scales, rows.scale_format, dtype)
 
 
 def with_shared(ids: Tensor, scores: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
