@@ -122,7 +122,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.begin_step(plan, self.placement)
         try:
-            logits = self.runner.forward(batch, agreed.max_tokens)
+            logits = self.runner.forward(batch, agreed.max_tokens, agreed.phase is Phase.DECODE)
         except Exception as error:  # whatever the model or the network raises
             if self.recorder is not None:
                 self.recorder.drop_step()

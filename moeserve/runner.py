@@ -37,11 +37,14 @@ class ModelRunner:
         return build_batch(plan, self.tables.matrix, self.cache.block_size, self._device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, max_tokens: int | None = None) -> Tensor:
+    def forward(
+        self, batch: StepBatch, max_tokens: int | None = None, decode_only: bool = False
+    ) -> Tensor:
         """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too.
-        max_tokens: the most tokens of any rank in this step, agreed in lockstep."""
+        Agreed in lockstep: max_tokens, the most tokens of any rank in this step; decode_only, that
+        no rank computes prompt tokens."""
         if self._dispatcher is not None:
-            self._dispatcher.set_step_bound(max_tokens)
+            self._dispatcher.set_step_bound(max_tokens, decode_only)
         return self.model.forward(batch.forward, self.cache, self.recorder).logits
 
     @torch.inference_mode()
