@@ -158,8 +158,16 @@ class DispatchStats:
     """For metrics and load recording: totals since the start, where not said otherwise."""
 
     rows_sent_to_rank: list[int] = field(default_factory=list)  # [R] rows, last dispatch
-    bytes_sent: int = 0  # all that was sent to other ranks: counts, rows, padding, results
+    bytes_sent: int = 0  # all that was sent to other ranks: the two below
+    dispatch_bytes: int = 0  # counts, rows, padding
+    combine_bytes: int = 0  # results
     calls: int = 0
+
+    def sent(self, *, dispatch: int = 0, combine: int = 0) -> None:
+        """Bytes that left this rank."""
+        self.dispatch_bytes += dispatch
+        self.combine_bytes += combine
+        self.bytes_sent += dispatch + combine
 
 
 class Dispatcher(Protocol):

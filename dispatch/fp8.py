@@ -1,8 +1,11 @@
-"""Rows in FP8 for the wire: e4m3 with a scale for each 128 channels (DeepSeek-V3, section 3.3.2).
+"""Rows in FP8: e4m3 with a scale for each 128 channels (DeepSeek-V3, section 3.3.2).
 
 Knows: rows, blocks, the four formats of scales. Knows nothing of ranks, experts or weights. Plain
 torch: the slow, obvious twin of any kernel that does the same. A row's bytes depend on that row
 alone, so rounding for the wire keeps law 5.
+
+A block that has a NaN or an infinity comes back as NaN throughout, in each format: nothing that
+went wrong is made to look sound.
 
 Shape letters: T tokens, D hidden, G = ceil(D / 128) blocks a row.
 """
@@ -18,7 +21,6 @@ from dispatch.base import DispatchError, Fp8Tokens, ScaleFormat, WireFormat
 BLOCK = 128
 E4M3_MAX = 448.0
 FLOOR = 1e-4  # the smallest magnitude that a block is scaled by
-_COLUMNS = (ScaleFormat.F32_COLUMN, ScaleFormat.UE8M0_COLUMN)
 _PACKED = (ScaleFormat.UE8M0_ROW, ScaleFormat.UE8M0_COLUMN)
 
 
@@ -26,32 +28,50 @@ def num_blocks(hidden: int) -> int:
     return -(-hidden // BLOCK)
 
 
-def scale_bytes(hidden: int, wire: WireFormat) -> int:
-    """Bytes of a row's scales on the wire."""
+def row_scales(hidden: int, wire: WireFormat) -> tuple[ScaleFormat, torch.dtype, int]:
+    """What lies beside a row on the wire: format, dtype and number of its scales."""
     if wire is WireFormat.MODEL:
-        return 0
+        return ScaleFormat.NONE, torch.float32, 0
     blocks = num_blocks(hidden)
-    return 4 * blocks if wire is WireFormat.FP8 else 4 * -(-blocks // 4)
+    if wire is WireFormat.FP8:
+        return ScaleFormat.F32_ROW, torch.float32, blocks
+    return ScaleFormat.UE8M0_ROW, torch.int32, -(-blocks // 4)
+
+
+def scale_bytes(hidden: int, wire: WireFormat) -> int:
+    """Bytes of a row's scales on the wire: 4 * G, or 4 * ceil(G / 4) of exponents."""
+    _, dtype, width = row_scales(hidden, wire)
+    return dtype.itemsize * width
+
+
+# -- to FP8 and back --------------------------------------------------------------------------
+
+
+def quantise_rows(x: Tensor, *, ue8m0: bool = False, floor: float = FLOOR) -> tuple[Tensor, Tensor]:
+    """x [T, D] -> e4m3 [T, D], fp32 scales [T, G]: largest magnitude of a block (never less than
+    `floor`) / 448, for UE8M0 the next power of two. The last block counts as filled with zeros."""
+    blocks = _blocks(x)
+    scale = blocks.abs().amax(dim=2).clamp_min(floor) / E4M3_MAX
+    if ue8m0:
+        scale = power_of_two_scale(scale)
+    values = (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return values.flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def dequantise_rows(values: Tensor, scale: Tensor) -> Tensor:
+    """values e4m3 [T, D], fp32 scales [T, G] -> fp32 [T, D]: value times scale."""
+    rows = _blocks(values) * scale[..., None]
+    return rows.flatten(1)[:, : values.shape[1]]
 
 
 def quantise(x: Tensor, wire: WireFormat) -> Fp8Tokens:
-    """x [T, D] -> e4m3 [T, D] with scales: largest magnitude of a block / 448, for UE8M0 the next
-    power of two; never of less than 1e-4. DispatchError for WireFormat.MODEL."""
+    """x [T, D] as it travels. DispatchError for WireFormat.MODEL, which is not FP8."""
     if wire is WireFormat.MODEL:
         raise DispatchError("wire=model: rows travel as they are; FP8 is fp8 or fp8_ue8m0")
-    tokens, hidden = x.shape
-    blocks = _blocks(x)
-    largest = blocks.abs().amax(dim=2).clamp_min(FLOOR)
-    scale = largest / E4M3_MAX
-    if wire is WireFormat.FP8_UE8M0:
-        mantissa, exponent = torch.frexp(scale)
-        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scale = torch.ldexp(torch.ones_like(scale), exponent)
-    values = (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    rows = values.flatten(1)[:, :hidden].to(torch.float8_e4m3fn)
+    values, scale = quantise_rows(x, ue8m0=wire is WireFormat.FP8_UE8M0)
     if wire is WireFormat.FP8:
-        return Fp8Tokens(rows, scale, ScaleFormat.F32_ROW)
-    return Fp8Tokens(rows, pack_exponents(scale), ScaleFormat.UE8M0_ROW)
+        return Fp8Tokens(values, scale, ScaleFormat.F32_ROW)
+    return Fp8Tokens(values, pack_exponents(scale), ScaleFormat.UE8M0_ROW)
 
 
 def dequantise(values: Tensor, scales: Tensor, form: ScaleFormat, dtype: torch.dtype) -> Tensor:
@@ -59,12 +79,24 @@ def dequantise(values: Tensor, scales: Tensor, form: ScaleFormat, dtype: torch.d
     rounding to dtype. Bitwise a function of each row alone."""
     if form is ScaleFormat.NONE:
         raise DispatchError("scale_format=none: rows without scales are not FP8")
-    if form in _PACKED:
-        scales = unpack_exponents(scales, num_blocks(values.shape[-1]))
     hidden = values.shape[-1]
-    flat = values.reshape(-1, hidden)
-    rows = _blocks(flat) * scales.reshape(-1, num_blocks(hidden), 1)
-    return rows.flatten(1)[:, :hidden].to(dtype).view(values.shape)
+    blocks = num_blocks(hidden)
+    if form in _PACKED:
+        scales = unpack_exponents(scales, blocks)
+    rows = dequantise_rows(values.reshape(-1, hidden), scales.reshape(-1, blocks))
+    return rows.to(dtype).reshape(values.shape).contiguous()
+
+
+# -- scales -----------------------------------------------------------------------------------
+
+
+def power_of_two_scale(scale: Tensor) -> Tensor:
+    """The next power of two, 2^ceil(log2(scale)): what UE8M0 can hold. Exact by exponent bits. An
+    infinity for what is none or no number: its exponent byte is 255, UE8M0's NaN."""
+    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    power = torch.ldexp(torch.ones_like(scale), exponent)
+    return torch.where(scale.isfinite(), power, torch.inf)
 
 
 def pack_exponents(scale: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 import dispatch.emulation as deep_ep
 from dispatch.deepep import MAX_BUFFER_BYTES
 from dispatch.emulation import Buffer, BufferRuleError, HostAssertion
-from dispatch.emulation.quantise import pack_ue8m0, quantise, through_logfmt
+from dispatch.emulation.quantise import quantise, through_logfmt
 from dispatch.emulation.signatures import SIGNATURES, fork_signatures, read_signatures
+from dispatch.fp8 import pack_exponents
 
 M, D, E, K = 8, 2048, 4, 3
 
@@ -408,7 +409,7 @@ def test_quantise_keeps_the_largest_and_packs_exponents() -> None:
     values, scale = quantise(x, round_scale=True)
     assert float(scale[0, 2]) == 2.0**-7  # 3 / 448 rounded up
     assert float(values[0, 300]) == -3 * 2**7
-    packed = pack_ue8m0(scale)
+    packed = pack_exponents(scale)
     assert packed.shape == (2, 2) and packed.dtype == torch.int32
     assert (int(packed[0, 0]) >> 16) & 0xFF == 120 and int(packed[0, 0]) & 0xFF == 127
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dispatch.fp8 import dequantise_rows, power_of_two_scale, quantise_rows
 from models.deepseek.fp8 import (
-    dequantise_activation,
     dequantise_weight,
     linear_w8a8,
-    power_of_two_scale,
-    quantise_activation,
     quantise_weight,
     scale_shape,
     scale_to_float,
@@ -63,14 +61,14 @@ def test_e8m0_bytes_are_exponents() -> None:
 
 def test_activations_have_a_scale_a_token_a_group() -> None:
     x = matrix(3, 200) * torch.tensor([[1.0], [100.0], [1e-3]])
-    stored, scale = quantise_activation(x)
+    stored, scale = quantise_rows(x)
     assert scale.shape == (3, 2)
-    assert float((dequantise_activation(stored, scale) - x).norm() / x.norm()) < 0.03
-    alone = quantise_activation(x[1:2])
+    assert float((dequantise_rows(stored, scale) - x).norm() / x.norm()) < 0.03
+    alone = quantise_rows(x[1:2])
     assert torch.equal(alone[0].float(), stored[1:2].float()) and torch.equal(alone[1], scale[1:2])
     tiny = torch.full((1, 128), 1e-7)
-    assert quantise_activation(tiny)[0].float().max() == 0.4375  # DeepSeek's floor of 1e-4
-    assert quantise_activation(tiny, floor=1e-10)[0].float().max() == 448
+    assert quantise_rows(tiny)[0].float().max() == 0.4375  # DeepSeek's floor of 1e-4
+    assert quantise_rows(tiny, floor=1e-10)[0].float().max() == 448
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -78,9 +76,7 @@ def test_w8a8_equals_the_product_of_dequantised_sides(ue8m0: bool) -> None:
     x, weight = matrix(5, 300), matrix(200, 300, seed=1) / 17
     stored, scale = quantise_weight(weight, ue8m0=ue8m0)
     got = linear_w8a8(x, stored, scale, ue8m0=ue8m0)
-    x8, x_scale = quantise_activation(x, ue8m0=ue8m0)
-    exact = (
-        dequantise_activation(x8, x_scale).double() @ dequantise_weight(stored, scale).T.double()
-    )
+    x8, x_scale = quantise_rows(x, ue8m0=ue8m0)
+    exact = dequantise_rows(x8, x_scale).double() @ dequantise_weight(stored, scale).T.double()
     assert float((got - exact).abs().max()) < 1e-5
     assert float((got - x @ weight.T).norm() / (x @ weight.T).norm()) < 0.06

@@ -24,7 +24,8 @@ from dispatch import deepep
 from dispatch.emulation.checks import check_picks, check_range, check_wait_stats, check_x
 from dispatch.emulation.errors import BufferRuleError, host_assert
 from dispatch.emulation.exchange import Exchange, Message, timed_out
-from dispatch.emulation.quantise import BLOCK, pack_ue8m0, quantise, through_logfmt
+from dispatch.emulation.quantise import quantise, through_logfmt
+from dispatch.fp8 import BLOCK, pack_exponents
 
 _META = 16  # bytes before each dispatched row: its token's number
 
@@ -361,7 +362,7 @@ def _dispatch_rows(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool)
     if use_fp8:
         values, scale = quantise(x, round_scale)
         parts += [values.view(torch.uint8)]
-        parts += [(pack_ue8m0(scale) if use_ue8m0 else scale).view(torch.uint8)]
+        parts += [(pack_exponents(scale) if use_ue8m0 else scale).view(torch.uint8)]
     else:
         parts += [x.view(torch.uint8)]
     return torch.cat(parts, 1)

@@ -1,6 +1,8 @@
 """Formats of rows on the wire: FP8 with a scale for 128 channels, and the 10-bit logarithmic one.
 
-Knows: blocks, scales as fp32 or as packed exponents. Knows nothing of ranks.
+Knows: blocks, and the library's own order of operations: it multiplies by inverses where
+dispatch/fp8.py divides, so that a value now and then is rounded to the next code. Packing is
+the same (`dispatch.fp8.pack_exponents`). Knows nothing of ranks.
 
 Shape letters: T tokens, D hidden.
 """
@@ -10,32 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128
-_E4M3_MAX = 448.0
-_FLOOR = 1e-4  # the smallest magnitude that a block is scaled by
+from dispatch.fp8 import BLOCK, E4M3_MAX, FLOOR, power_of_two_scale
 
 
 def quantise(x: Tensor, round_scale: bool) -> tuple[Tensor, Tensor]:
     """x [T, D] bf16 -> e4m3 [T, D], fp32 [T, D / 128]; round_scale: scales are powers of two."""
     blocks = x.to(torch.float32).view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-    largest = blocks.abs().amax(dim=2).clamp_min(_FLOOR)
-    scale = largest * (1 / _E4M3_MAX)
+    largest = blocks.abs().amax(dim=2).clamp_min(FLOOR)
+    scale = largest * (1 / E4M3_MAX)
     if round_scale:
-        mantissa, exponent = torch.frexp(scale)
-        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scale = torch.ldexp(torch.ones_like(scale), exponent)
+        scale = power_of_two_scale(scale)
         inverse = 1 / scale
     else:
-        inverse = _E4M3_MAX / largest
-    values = (blocks * inverse[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX)
+        inverse = E4M3_MAX / largest
+    values = (blocks * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     return values.flatten(1).to(torch.float8_e4m3fn), scale
-
-
-def pack_ue8m0(scale: Tensor) -> Tensor:
-    """fp32 powers of two [T, D / 128] -> int32 [T, D / 512], four exponent bytes each, the first
-    block's lowest."""
-    exponents = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    return exponents.contiguous().view(torch.int32)
 
 
 def through_logfmt(x: Tensor) -> Tensor:

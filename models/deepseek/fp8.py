@@ -1,7 +1,8 @@
-"""Block FP8: e4m3 values with one scale a block, in both directions, and a W8A8 product.
+"""Block FP8: e4m3 weights with one scale a block, in both directions, and a W8A8 product.
 
-Knows: blocks of 128x128 (weights) and 1x128 (activations), ragged edges, scales as fp32 or as
-powers of two (UE8M0). All of it is plain torch: the slow, obvious twin of any FP8 kernel.
+Knows: blocks of 128x128, ragged edges, scales as fp32 or as powers of two (UE8M0). Activations in
+blocks of 1x128 are dispatch/fp8.py's: they are what travels. All of it is plain torch: the slow,
+obvious twin of any FP8 kernel.
 
 Shape letters: T tokens, N out features, C in features, b the block (128).
 """
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 128
-E4M3_MAX = 448.0
+from dispatch.fp8 import BLOCK, E4M3_MAX, FLOOR, power_of_two_scale, quantise_rows
 
 
 def scale_shape(shape: tuple[int, ...] | torch.Size, block: int = BLOCK) -> tuple[int, int]:
@@ -31,12 +31,6 @@ def scale_to_float(scale: Tensor) -> Tensor:
         # Taken from the exponent by hand: a plain copy of the bytes would read 120 as 120.0.
         return torch.exp2(scale.view(torch.uint8).to(torch.float32) - 127.0)
     return scale.to(torch.float32)
-
-
-def power_of_two_scale(scale: Tensor) -> Tensor:
-    """The next power of two, 2^ceil(log2(scale)): what UE8M0 can hold. Exact by exponent bits."""
-    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def dequantise_weight(
@@ -105,7 +99,7 @@ class Fp8Rows:
 
 
 def quantise_weight(
-    weight: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = 1e-4
+    weight: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = FLOOR
 ) -> tuple[Tensor, Tensor]:
     """[N, C] -> (e4m3 [N, C], fp32 scale [ceil(N/b), ceil(C/b)]); value = e4m3 * scale.
 
@@ -124,29 +118,6 @@ def quantise_weight(
     return flat.to(torch.float8_e4m3fn).contiguous(), scale
 
 
-def quantise_activation(
-    x: Tensor, *, ue8m0: bool = False, block: int = BLOCK, floor: float = 1e-4
-) -> tuple[Tensor, Tensor]:
-    """x [T, C] -> (e4m3 [T, C], fp32 scale [T, ceil(C/b)]): a scale a token a 128 channels."""
-    tokens, columns = x.shape
-    groups = math.ceil(columns / block)
-    padded = torch.zeros(tokens, groups * block, device=x.device)
-    padded[:, :columns] = x
-    grouped = padded.view(tokens, groups, block)
-    scale = grouped.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX
-    if ue8m0:
-        scale = power_of_two_scale(scale)
-    quantised = (grouped / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    flat = quantised.view(tokens, -1)[:, :columns]
-    return flat.to(torch.float8_e4m3fn).contiguous(), scale
-
-
-def dequantise_activation(x: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
-    """x [T, C] e4m3, scale [T, ceil(C/b)] -> fp32 [T, C]."""
-    factors = scale_to_float(scale).repeat_interleave(block, dim=1)[:, : x.shape[1]]
-    return x.to(torch.float32) * factors
-
-
 def linear_w8a8(
     x: Tensor,
     weight: Tensor,
@@ -154,8 +125,7 @@ def linear_w8a8(
     *,
     ue8m0: bool = False,
     out_dtype: torch.dtype = torch.float32,
-    block: int = BLOCK,
-    floor: float = 1e-4,
+    floor: float = FLOOR,
 ) -> Tensor:
     """x [T, C] times weight [N, C] e4m3: both sides quantised, fp32 sums block by block over C.
 
@@ -163,11 +133,11 @@ def linear_w8a8(
     the activation scales, which must follow the checkpoint's. -> [T, N] in out_dtype.
     """
     rows, columns = weight.shape
-    quantised, x_scale = quantise_activation(x, ue8m0=ue8m0, block=block, floor=floor)
-    w_scale = scale_to_float(weight_scale).repeat_interleave(block, dim=0)[:rows]  # [N, groups]
+    quantised, x_scale = quantise_rows(x, ue8m0=ue8m0, floor=floor)
+    w_scale = scale_to_float(weight_scale).repeat_interleave(BLOCK, dim=0)[:rows]  # [N, groups]
     total = torch.zeros(x.shape[0], rows, device=x.device)
     for group in range(x_scale.shape[1]):
-        part = slice(group * block, min((group + 1) * block, columns))
+        part = slice(group * BLOCK, min((group + 1) * BLOCK, columns))
         dot = quantised[:, part].to(torch.float32) @ weight[:, part].to(torch.float32).T
         total += dot * x_scale[:, group, None] * w_scale[None, :, group]
     return total.to(out_dtype)
