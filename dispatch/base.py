@@ -135,7 +135,10 @@ class Received:
 
     ROUTED: x [N, D]; slots [N, K] int32, local slot index or -1; weights [N, K] fp32 (0 where -1);
     counts [e] int64 rows per local slot. The order of rows is by source rank, then source token.
-    EXPANDED: x [N, D], a row for each (token, slot), grouped by slot; weights [N, 1].
+    EXPANDED: x [N, D], a row for each (token, slot), grouped by slot; slots, weights [N, 1]. The
+    segments of slots lie one behind the other or, where they are aligned, begin at starts [e]
+    int64; then slots are -1 in the rows between and behind them, which nobody may read, and what
+    the experts hand back is y [N, D], each row where its x lies.
     MASKED: x [e, M, D]; only the first counts[s] rows of slot s may be read.
     Rows in e4m3 have `scales`, and scale_format says what these are.
     """
@@ -147,6 +150,7 @@ class Received:
     counts: Tensor
     scales: Tensor | None = None
     scale_format: ScaleFormat = ScaleFormat.NONE
+    starts: Tensor | None = None
 
 
 class Handle(Protocol):

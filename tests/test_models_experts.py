@@ -59,6 +59,17 @@ def test_routed(weights: TorchExpertWeights, x: torch.Tensor) -> None:
         torch.testing.assert_close(summed[row], total)
 
 
+def _aligned(rows: torch.Tensor, slots: torch.Tensor, gains: torch.Tensor) -> Received:
+    """EXPANDED, slots 0, 1, 2 at rows 0, 4, 8, an empty slot with a segment of its own."""
+    places = torch.tensor([0, 1, 8, 9, 10])
+    x = torch.full((WIDTH * 4, HIDDEN), float("nan"))
+    where = torch.full((len(x), 1), -1, dtype=torch.int32)
+    weights = torch.full((len(x), 1), float("nan"))
+    x[places], where[places], weights[places] = rows, slots, gains[:, None]
+    starts = torch.tensor([0, 4, 8])
+    return Received(Layout.EXPANDED, x, where, weights, counts(), starts=starts)
+
+
 def test_expanded_and_masked(weights: TorchExpertWeights, x: torch.Tensor) -> None:
     """The same five pairs, grouped by slot: in a row, and padded per slot with rubbish."""
     order = [(0, 0, 1), (0, 3, 0), (2, 0, 0), (2, 1, 1), (2, 3, 1)]  # slot, row, k
@@ -73,6 +84,8 @@ def test_expanded_and_masked(weights: TorchExpertWeights, x: torch.Tensor) -> No
     for (slot, column), row, gain in zip(places, rows, gains, strict=True):
         padded[slot, column], padded_gains[slot, column] = row, gain
     masked = Received(Layout.MASKED, padded, slots, padded_gains, counts())
+    aligned = _aligned(rows, slots, gains)
+    held = aligned.slots[:, 0] >= 0
     for form, target in (
         (CombineForm.PAIRS, wanted),
         (CombineForm.SUMMED, wanted * gains[:, None]),
@@ -80,6 +93,10 @@ def test_expanded_and_masked(weights: TorchExpertWeights, x: torch.Tensor) -> No
         y, index = run_experts(KERNELS, received, weights, form)
         assert index is None
         torch.testing.assert_close(y, target)
+        y, index = run_experts(KERNELS, aligned, weights, form)
+        assert index is None and y.shape == aligned.x.shape
+        torch.testing.assert_close(y[held], target)
+        assert not bool(y[~held].any())
         y, index = run_experts(KERNELS, masked, weights, form)
         assert index is None and y.shape == padded.shape
         torch.testing.assert_close(torch.stack([y[place] for place in places]), target)

@@ -52,9 +52,13 @@ def _routed(
 def _expanded(
     kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
 ) -> Tensor:
-    """A row once per (token, expert), already grouped by slot; weights [N, 1] beside it."""
-    rows = torch.arange(received.x.shape[0], dtype=torch.int32, device=received.x.device)
-    y = kernels.experts(received.x, rows, _offsets(received.counts), weights)
+    """A row once per (token, expert), grouped by slot; weights [N, 1] beside it. Where segments are
+    aligned the rows between them stay 0."""
+    if received.starts is not None:
+        rows = (received.slots[:, 0] >= 0).nonzero().squeeze(1)
+        return _in_place(kernels, received.x, rows, received, weights, form)
+    rows = torch.arange(received.x.shape[0], device=received.x.device)
+    y = kernels.experts(received.x, rows.to(torch.int32), _offsets(received.counts), weights)
     return _weighted(y, received.weights) if form is CombineForm.SUMMED else y
 
 
@@ -66,12 +70,24 @@ def _masked(
     column = torch.arange(width, device=received.x.device)
     rows = (column[None, :] < received.counts[:, None]).reshape(-1).nonzero().squeeze(1)
     flat = received.x.reshape(-1, hidden)
-    y = kernels.experts(flat, rows.to(torch.int32), _offsets(received.counts), weights)
-    out = flat.new_zeros(flat.shape)
+    return _in_place(kernels, flat, rows, received, weights, form).view(slots, width, hidden)
+
+
+def _in_place(
+    kernels: Kernels,
+    x: Tensor,
+    rows: Tensor,
+    received: Received,
+    weights: ExpertWeights,
+    form: CombineForm,
+) -> Tensor:
+    """x [N, D], rows [Q] int64 that are valid, grouped by slot -> y [N, D], 0 in all others."""
+    y = kernels.experts(x, rows.to(torch.int32), _offsets(received.counts), weights)
     if form is CombineForm.SUMMED:
         y = _weighted(y, received.weights.reshape(-1, 1)[rows])
+    out = x.new_zeros(x.shape)
     out[rows] = y
-    return out.view(slots, width, hidden)
+    return out
 
 
 def _offsets(counts: Tensor) -> Tensor:
