@@ -44,7 +44,7 @@ type: $(STAMP)  ## mypy (strict on ep, dispatch, moeserve, launch)
 	@$(BIN)/mypy
 
 bench: $(STAMP)  ## Decode and prefill speed of CHECKPOINT (BENCH_ARGS="--batch 1,8 --ep 2")
-	@$(BIN)/moeserve bench $(CHECKPOINT) $(BENCH_ARGS)
+	@$(BIN)/moeserve bench offline $(CHECKPOINT) $(BENCH_ARGS)
 
 gpu-check: $(STAMP)  ## Every check that wants a GPU, as one table
 	@$(BIN)/python scripts/gpu_check.py

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from launch.bench.app import bench_app
 from launch.commands import Command, Group
 from launch.experts.app import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
@@ -210,39 +211,7 @@ def chat(
     Chat(url, model, system, max_tokens, temperature, api_key).run()
 
 
-@app.command(cls=Command)
-@with_settings(
-    OFFLINE,
-    without=("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
-)
-def bench(
-    given: Given,
-    batch: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Sequences at once, comma-separated")
-    ] = "1,8,32",
-    prompt_length: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens a prompt, decode")
-    ] = 128,
-    output_length: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Tokens an answer, decode")
-    ] = 64,
-    prefill_length: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Tokens a prompt, prefill; 0: leave it out")
-    ] = 1024,
-    repeat: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Runs a row; the median is shown")
-    ] = 3,
-    record_experts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the load of each expert (.npz)")
-    ] = None,
-) -> None:
-    """Measure decode and prefill offline: a table, then one line of JSON."""
-    from launch.bench import Bench
-
-    lengths = (prompt_length, output_length, prefill_length)
-    Bench(batch, *lengths, repeat, record_experts).run(given)
-
-
+app.add_typer(bench_app)
 app.add_typer(experts_app)
 
 

@@ -2,7 +2,8 @@
 
 A rank always leaves by `os._exit`, after a failure with the reason in the error file: a process
 that unwinds past a broken gloo group, or takes apart one whose peers still run, can hang or abort.
-What it does in between is handed in (serving: `launch.serving_rank`; measuring: `launch.bench`).
+What it does in between is handed in (serving: `launch.serving_rank`; measuring:
+`launch.bench`).
 """
 
 from __future__ import annotations

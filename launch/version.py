@@ -16,7 +16,7 @@ GIT_SECONDS = 5
 
 
 def print_version() -> None:
-    print(f"moeserve {_installed('moeserve')}{_commit(HOME)}")
+    print(f"moeserve {_installed('moeserve')}{commit_of(HOME)}")
     print(f"python {platform.python_version()} on {platform.machine()}")
     for library in ("torch", "safetensors", "tokenizers"):
         print(f"{library} {_installed(library)}", flush=True)
@@ -30,8 +30,8 @@ def _installed(library: str) -> str:
         return "not installed"
 
 
-def _commit(home: Path) -> str:
-    # In a checkout its commit, and whether the files differ from it.
+def commit_of(home: Path) -> str:
+    """In a checkout its commit, and whether the files differ from it; else nothing."""
     if not (home / ".git").exists():
         return ""
 

@@ -53,7 +53,20 @@ def test_help_names_all_commands_and_imports_nothing_heavy():
     assert not imported & {"torch", "numpy", "fastapi", "pydantic", "zmq", "httpx", "tokenizers"}
 
 
-@pytest.mark.parametrize("command", ["", "serve", "generate", "chat", "bench", "plan", "version"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "serve",
+        "generate",
+        "chat",
+        "bench",
+        "bench offline",
+        "bench dispatch",
+        "plan",
+        "version",
+    ],
+)
 def test_every_command_has_tidy_help(command):
     done = moeserve(*command.split(), "--help")
     assert done.returncode == 0

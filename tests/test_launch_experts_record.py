@@ -218,7 +218,7 @@ def test_bench_saves_the_load_of_its_runs(random_checkpoint: Path, tmp_path: Pat
     path = tmp_path / "b.npz"
     lengths = ("--prompt-length", "4", "--output-length", "5", "--prefill-length", "8")
     flags = ("--batch", "2", "--repeat", "1", *lengths, *SMALL)
-    done = command("bench", str(random_checkpoint), *flags, "--record-experts", str(path))
+    done = command("bench", "offline", str(random_checkpoint), *flags, "--record-experts", str(path))
     assert done.returncode == 0, done.stderr
     recording = ExpertRecording.load(path)
     assert recording.tokens.sum(axis=0).tolist() == [2 * 4 + 8, 2 * 4]

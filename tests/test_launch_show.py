@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench import PARTS, Bench, Row, show
+from launch.bench.offline import PARTS, Bench, Row, show
 from launch.demo import ASKS
 from launch.heat import CELLS, heat_rows, level
 from launch.progress import BarProgress, LineProgress, NoProgress, open_progress

@@ -309,7 +309,7 @@ def test_a_torn_checkpoint_is_one_line(run_real, random_checkpoint, tmp_path):
 
 def test_bench_reports_all_parts(run_real, random_checkpoint):
     flags = ["--batch", "1,3", "--prompt-length", "8", "--output-length", "4", "--repeat", "1"]
-    command = ["-m", "moeserve", "bench", str(random_checkpoint), *flags, "--ep", "2"]
+    command = ["-m", "moeserve", "bench", "offline", str(random_checkpoint), *flags, "--ep", "2"]
     job = run_real(*command, "--prefill-length", "16")
     assert job.end() == 0, job.text
     result = json.loads(next(x for x in job.output if x.startswith("{")))

@@ -1,4 +1,4 @@
-"""`moeserve bench`: decode and prefill speed of a checkpoint, and where a step's time goes.
+"""`moeserve bench offline`: decode and prefill speed of a checkpoint, and where a step's time goes.
 
 Drives the engine itself, without HTTP. With --ep N, N ranks do the same in lockstep and rank 0
 reports. Knows the engine's step and its parts; what is measured is in each row.
@@ -6,7 +6,6 @@ reports. Knows the engine's step and its parts; what is measured is in each row.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -16,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.bench.machine import cpu_name
+from launch.bench.screen import last_line, wide_console
 from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
@@ -270,7 +271,6 @@ def _median(what: str, batch: int, prompt_length: int, output_length: int, runs:
 
 def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads: int) -> None:
     """The table on stdout, then one line of JSON."""
-    from rich.console import Console
     from rich.table import Table
 
     name = config.model.checkpoint.resolve().name
@@ -287,9 +287,7 @@ def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads:
         parts.add_column(f"{row.what} {row.batch}", justify="right")
     for part in PARTS:
         parts.add_row(part, *(f"{row.parts[part]:.2f}" for row in rows))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140  # a table in a file is not cut to a terminal's width
+    console = wide_console()
     console.print(table)
     console.print(parts)
     result = {
@@ -301,14 +299,4 @@ def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads:
         "info": {k: v for k, v in info.items() if k not in ("notes", "kv_plan")},
         "rows": [asdict(row) for row in rows],
     }
-    print(json.dumps(result, default=str), flush=True)
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next(
-        (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "unknown"
-    )
+    last_line(result)

@@ -1,0 +1,209 @@
+"""`moeserve bench ...`: the command line of everything that measures.
+
+Parses and hands on, as `launch.cli` does; each command has a file of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from launch.commands import Command, Group
+from launch.settings import OFFLINE, Given, with_settings
+
+WORK, HOW, OUTPUT = "What travels", "How it is measured", "Output"
+
+
+class _BenchGroup(Group):
+    """A checkpoint in place of a command means `offline`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (os.sep in args[0] or Path(args[0]).is_dir()):
+            args = ["offline", *args]
+        return super().resolve_command(ctx, args)
+
+
+bench_app = typer.Typer(
+    name="bench",
+    cls=_BenchGroup,
+    help="Measure: a checkpoint offline, the two all-to-alls of a layer.",
+    epilog="`bench CHECKPOINT` is `bench offline CHECKPOINT`.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@bench_app.command(cls=Command)
+@with_settings(
+    OFFLINE,
+    without=("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
+)
+def offline(
+    given: Given,
+    batch: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Sequences at once, comma-separated")
+    ] = "1,8,32",
+    prompt_length: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens a prompt, decode")
+    ] = 128,
+    output_length: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Tokens an answer, decode")
+    ] = 64,
+    prefill_length: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Tokens a prompt, prefill; 0: leave it out")
+    ] = 1024,
+    repeat: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Runs a row; the median is shown")
+    ] = 3,
+    record_experts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the load of each expert (.npz)")
+    ] = None,
+) -> None:
+    """Decode and prefill of CHECKPOINT without HTTP: a table, then one line of JSON."""
+    from launch.bench.offline import Bench
+
+    lengths = (prompt_length, output_length, prefill_length)
+    Bench(batch, *lengths, repeat, record_experts).run(given)
+
+
+@bench_app.command(cls=Command)
+def dispatch(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Of expert loads, with --skew trace"),
+    ] = None,
+    dispatch: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Backends, or all", rich_help_panel=WORK)
+    ] = "all",
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=r"Ranks [dim]\[default: 2; under torchrun its own; with --sweep ranks 8][/]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help=r"Tokens a rank [dim]\[default: 1,8,64,512][/]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    hidden: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help=r"Values a token [dim]\[default: 7168][/]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Experts a token", rich_help_panel=WORK)
+    ] = 8,
+    experts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Experts of the layer", rich_help_panel=WORK)
+    ] = 256,
+    redundant: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Copies of hot experts", rich_help_panel=WORK),
+    ] = 0,
+    skew: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="uniform, zipf:S (the i-th hottest expert 1 / i^S as often), or trace FILE",
+            rich_help_panel=WORK,
+        ),
+    ] = "uniform",
+    wire: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...", help="model (bfloat16), fp8, fp8_ue8m0", rich_help_panel=WORK
+        ),
+    ] = "model,fp8",
+    form: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="How results come home: pairs (deterministic), summed",
+            rich_help_panel=WORK,
+        ),
+    ] = "pairs",
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Layers that count", rich_help_panel=HOW)
+    ] = 20,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Layers before them", rich_help_panel=HOW)
+    ] = 3,
+    emulate: Annotated[
+        bool,
+        typer.Option(
+            "--emulate",
+            help="DeepEP's backends on the emulation: its time says nothing of the library",
+            rich_help_panel=HOW,
+        ),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="cpu, cuda, or auto: cuda where each rank here has a GPU of its own",
+            rich_help_panel=HOW,
+        ),
+    ] = "auto",
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Growth with ranks, tokens or hidden", rich_help_panel=HOW
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Of all that is drawn", rich_help_panel=HOW)
+    ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A picture too; ends in .png or .svg", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON object on stdout", rich_help_panel=OUTPUT),
+    ] = False,
+) -> None:
+    """The two all-to-alls of a layer: time, bytes sent beside the least that must be, and what a
+    plain exchange of those takes; each result checked against the slow twin first.
+
+    Starts its own ranks, or is one under torchrun.
+    """
+    from launch.bench.dispatch import DispatchBench
+    from launch.bench.dispatch_flags import DispatchFlags
+
+    flags = DispatchFlags(
+        backends=dispatch,
+        ep=ep,
+        tokens=tokens,
+        hidden=hidden,
+        top_k=top_k,
+        experts=experts,
+        redundant=redundant,
+        skew=skew,
+        trace=trace,
+        wire=wire,
+        form=form,
+        steps=steps,
+        warmup=warmup,
+        emulate=emulate,
+        device=device,
+        sweep=sweep,
+        seed=seed,
+        plot=plot,
+    )
+    DispatchBench(flags, json).run()

@@ -1,0 +1,38 @@
+"""What a figure was measured on: processor, cores, libraries, commit. Knows the operating system;
+nothing of what is measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from launch.env import usable_cores
+from launch.version import HOME, commit_of
+
+
+def describe_machine() -> dict[str, Any]:
+    """As JSON. `load`: processes that wanted a core in the last minute, ours among them."""
+    import torch
+
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit_of(HOME),
+        "load": load,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next(
+        (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "unknown"
+    )
