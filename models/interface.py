@@ -43,6 +43,11 @@ class ForwardBatch:
         return self.context_len.shape[0]
 
 
+def largest_half(num_tokens: int) -> int:
+    """The most rows in a half of any batch of at most num_tokens (`CausalLM.forward`)."""
+    return -(-num_tokens // 2)
+
+
 @dataclass(frozen=True)
 class PagedKVCache:
     """The latent cache: layers[i] is [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim].
@@ -112,8 +117,16 @@ class CausalLM(Protocol):
     cache_spec: CacheSpec
 
     def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, observer: StepObserver | None = None
-    ) -> ForwardOutput: ...
+        self,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        observer: StepObserver | None = None,
+        halves: bool = False,
+    ) -> ForwardOutput:
+        """halves, agreed by all ranks: two halves of the batch go through the layers in turn, so
+        that one computes while rows of the other travel. The same results; the observer is told
+        of the batch as a whole."""
+        ...
 
     def draft(
         self,

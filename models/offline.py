@@ -49,11 +49,14 @@ class OfflineRunner:
         self._drafted: dict[int, _Sequence] = {}
 
     def step(
-        self, chunks: dict[int, list[int]], observer: StepObserver | None = None
+        self,
+        chunks: dict[int, list[int]],
+        observer: StepObserver | None = None,
+        halves: bool = False,
     ) -> OfflineOutput:
-        """chunks: new tokens by sequence id; {} runs an empty batch."""
+        """chunks: new tokens by sequence id; {} runs an empty batch. halves: see CausalLM."""
         batch = self._batch(chunks, self._sequences)
-        out = self.model.forward(batch, self.cache, observer)
+        out = self.model.forward(batch, self.cache, observer, halves)
         return OfflineOutput(_split(chunks, out.logits), _split(chunks, out.hidden))
 
     def draft(

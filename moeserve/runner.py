@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from models.interface import CausalLM, PagedKVCache
+from models.interface import CausalLM, PagedKVCache, largest_half
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
 from moeserve.logprobs import token_logprobs
+from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
 from moeserve.recorder import StepRecorder
 
@@ -26,9 +27,13 @@ class ModelRunner:
         cache: PagedKVCache,
         tables: BlockTables,
         recorder: StepRecorder | None = None,
+        overlap_from: int | None = None,
     ) -> None:
+        """overlap_from: the agreed tokens of a step from which it goes through the model in two
+        halves (`overlap`), the same on every rank; None: never."""
         self.model, self.cache, self.tables = model, cache, tables
         self.recorder = recorder
+        self.overlap_from = overlap_from
         self._dispatcher: Dispatcher | None = getattr(model, "dispatcher", None)
         device = cache.layers[0].device
         self._device = None if device.type == "cpu" else device
@@ -43,9 +48,16 @@ class ModelRunner:
         """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too.
         Agreed in lockstep: max_tokens, the most tokens of any rank in this step; decode_only, that
         no rank computes prompt tokens."""
+        in_halves = goes_in_halves(max_tokens, self.overlap_from)
         if self._dispatcher is not None:
+            bound = largest_half(max_tokens) if in_halves and max_tokens else max_tokens
+            self._dispatcher.set_step_bound(bound, decode_only)
+        if not in_halves:
+            return self.model.forward(batch.forward, self.cache, self.recorder).logits
+        out = self.model.forward(batch.forward, self.cache, self.recorder, halves=True)
+        if self._dispatcher is not None:  # what follows in this step is no half: drafts
             self._dispatcher.set_step_bound(max_tokens, decode_only)
-        return self.model.forward(batch.forward, self.cache, self.recorder).logits
+        return out.logits
 
     @torch.inference_mode()
     def choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> StepResult:

@@ -38,8 +38,13 @@ class ToyModel:
         self._vocab = mixer.integers(1, 2**63, self.config.vocab_size, dtype=np.uint64)
 
     def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, observer: StepObserver | None = None
+        self,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        observer: StepObserver | None = None,
+        halves: bool = False,
     ) -> ForwardOutput:
+        """halves change nothing: no rows travel."""
         self.num_forwards += 1
         if self.group is not None and self.group.size > 1:
             dist.all_reduce(torch.tensor([batch.num_tokens]), group=self.group.device_group)

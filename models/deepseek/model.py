@@ -1,6 +1,7 @@
 """DeepSeekModel: one rank's forward pass, from token ids to logits, and its MTP drafts.
 
 Knows: the order of layers, residuals and norms; which cache layer and placement row each layer has.
+A batch goes through them whole, or as two halves in turn (`overlap`): the same bits either way.
 Knows nothing of files (see `load`), requests or how collectives travel.
 
 Shape letters: T tokens, D hidden, V vocabulary, O rows whose logits are wanted.
@@ -21,7 +22,9 @@ from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import ExpertWeights, Kernels
 from models.deepseek.mla import Attention, AttentionPlan, naive_from, plan_attention
 from models.deepseek.moe import Clock, MoE
+from models.deepseek.overlap import HalvesObserver, Stages, drain, interleave
 from models.deepseek.rope import cos_sin_table
+from models.deepseek.split import split_batch
 from models.deepseek.weights import LayerWeights, MlpWeights, ModelWeights, MtpWeights
 from models.interface import CacheSpec, ForwardBatch, ForwardOutput, PagedKVCache, StepObserver
 
@@ -110,17 +113,28 @@ class DeepSeekModel:
     # -- forward ---------------------------------------------------------------------------
 
     def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, observer: StepObserver | None = None
+        self,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        observer: StepObserver | None = None,
+        halves: bool = False,
     ) -> ForwardOutput:
-        """T may be 0: every layer and every collective runs all the same (law 1)."""
+        """T may be 0: every layer and every collective runs all the same (law 1). So they do for
+        each half, where all ranks agreed on halves; neither half has more than
+        `largest_half(T)` rows."""
         start = time.perf_counter()
-        clock = Clock(observer)
-        plan = plan_attention(batch, self._naive_from)
+        clock = Clock(HalvesObserver(observer) if halves and observer is not None else observer)
         residual = self.weights.embed[batch.token_ids]  # [T, D], the residual stream
-        out: Tensor | None = None
-        for number, layer in enumerate(self.weights.layers):
-            out = self._layer(residual, out, layer, cache.layers[number], batch, plan, clock)
-        assert out is not None
+        if halves:
+            first, second = split_batch(batch)
+            cut = first.num_tokens
+            outs = interleave(
+                self._layers(residual[:cut], first, cache, clock),
+                self._layers(residual[cut:], second, cache, clock, cut),
+            )
+            out = torch.cat(outs)
+        else:
+            out = drain(self._layers(residual, batch, cache, clock))
         eps = self.config.rms_norm_eps
         hidden = self.kernels.add_rms_norm(residual, out, self.weights.final_norm, eps)
         logits = self.kernels.linear(
@@ -141,7 +155,8 @@ class DeepSeekModel:
         """See CausalLM.draft. batch: the rows whose latents MTP layer `depth` writes and attends.
 
         hidden [T, D] after the final norm (or after the shared head's norm, when fed back);
-        next_token_ids [T]: the token that follows each row.
+        next_token_ids [T]: the token that follows each row. Always one batch: of a single layer
+        halves would hide little.
         """
         if not 0 <= depth < self.num_mtp_layers:
             raise ValueError(f"depth={depth}: this model has {self.num_mtp_layers} MTP layers")
@@ -151,7 +166,8 @@ class DeepSeekModel:
         plan = plan_attention(batch, self._naive_from)
         residual = self._mtp_input(w, hidden, next_token_ids)
         number = self.config.num_hidden_layers + depth
-        out = self._layer(residual, None, w.layer, cache.layers[number], batch, plan, clock)
+        layer = self._layer(residual, None, w.layer, cache.layers[number], batch, plan, clock)
+        out = drain(layer)
         hidden = k.add_rms_norm(residual, out, w.head_norm, eps)
         logits = k.linear(hidden[batch.logits_rows], w.head, out_dtype=torch.float32)
         _report_other(clock, start)
@@ -168,6 +184,25 @@ class DeepSeekModel:
         embedded = k.rms_norm(w.embed[next_token_ids], w.enorm, eps)
         return k.linear(torch.cat((embedded, k.rms_norm(hidden, w.hnorm, eps)), -1), w.eh_proj)
 
+    def _layers(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        cache: PagedKVCache,
+        clock: Clock,
+        first_row: int = 0,
+    ) -> Stages:
+        """All layers over residual [T, D], in place -> the last one's output [T, D], to be added.
+        first_row: where these rows begin in this rank's batch."""
+        plan = plan_attention(batch, self._naive_from)
+        out: Tensor | None = None
+        for number, layer in enumerate(self.weights.layers):
+            out = yield from self._layer(
+                residual, out, layer, cache.layers[number], batch, plan, clock, first_row
+            )
+        assert out is not None
+        return out
+
     def _layer(
         self,
         residual: Tensor,
@@ -177,9 +212,11 @@ class DeepSeekModel:
         batch: ForwardBatch,
         plan: AttentionPlan,
         clock: Clock,
-    ) -> Tensor:
+        first_row: int = 0,
+    ) -> Stages:
         """Adds `pending` (the last layer's output) to residual [T, D] in place, attends, adds, and
-        gives back the feed-forward output [T, D], which the caller's next norm adds."""
+        gives back the feed-forward output [T, D], which the caller's next norm adds. It stops where
+        its rows travel (`MoE.stages`)."""
         k, eps = self.kernels, self.config.rms_norm_eps
         if pending is None:
             x = k.rms_norm(residual, weights.input_norm, eps)
@@ -190,7 +227,8 @@ class DeepSeekModel:
         x = k.add_rms_norm(residual, x, weights.post_norm, eps)
         if isinstance(weights.ffn, MlpWeights):
             return k.mlp(x, weights.ffn.gate_up, weights.ffn.down)
-        return self._moe(x, weights.ffn, self._routing[weights.ffn.row], clock)
+        table = self._routing[weights.ffn.row]
+        return (yield from self._moe.stages(x, weights.ffn, table, clock, first_row))
 
 
 def _report_other(clock: Clock, start: float) -> None:

@@ -1,6 +1,7 @@
 """One mixture-of-experts layer: gate, route, dispatch, experts, combine, shared expert.
 
-Knows: the order of these steps. The collectives in it run whatever the number of tokens (law 1).
+Knows: the order of these steps, and where something else could be done while rows travel
+(`stages`). The collectives in it run whatever the number of tokens (law 1).
 The gate applies routed_scaling_factor, combine (or `run_experts`) the top-k weights, this file the
 shared expert: each once (law 2).
 
@@ -25,6 +26,7 @@ from dispatch.fp8 import dequantise, quantise
 from dispatch.route import RoutingTable, route, token_keys
 from models.deepseek.experts import run_experts
 from models.deepseek.kernels.base import GateSpec, Kernels
+from models.deepseek.overlap import Stages, drain
 from models.deepseek.weights import MoeWeights
 from models.interface import StepObserver
 
@@ -56,17 +58,26 @@ class MoE:
 
     def __call__(self, x: Tensor, weights: MoeWeights, table: RoutingTable, clock: Clock) -> Tensor:
         """x [T, D] normed -> [T, D] in the model dtype, to be added to the residual."""
+        return drain(self.stages(x, weights, table, clock))
+
+    def stages(
+        self, x: Tensor, weights: MoeWeights, table: RoutingTable, clock: Clock, first_row: int = 0
+    ) -> Stages:
+        """The same in stages: it stops where rows have left, and again where results have. No part
+        of the clock runs meanwhile. first_row: of x in this rank's batch of the step, by which
+        replicas are chosen: halves choose what the whole does."""
         with clock.part("gate"):
             ids, scores = self.kernels.gate(x, weights.gate, weights.bias, self.spec)
             ids, scores = with_shared(ids, scores, weights.gate.shape[0], table.num_logical_experts)
             if clock.observer is not None:
                 clock.observer.expert_picks(weights.row, ids)
-            slots = route(ids, table, token_keys(x.shape[0], self.rank, x.device))
+            slots = route(ids, table, token_keys(x.shape[0], self.rank + first_row, x.device))
         with clock.part("dispatch"):
             rows = self._for_wire(x)
             handle = self.dispatcher.dispatch_start(rows, slots, scores)
             if clock.observer is not None:
                 clock.observer.rows_sent(weights.row, self.dispatcher.stats.rows_sent_to_rank)
+        yield
         with clock.part("experts"):  # here the shared expert needs no dispatch: it fills the wait
             seen = x if isinstance(rows, Tensor) else self._off_wire(rows)
             shared = [self.kernels.mlp(seen, w.gate_up, w.down) for w in weights.shared]
@@ -77,6 +88,8 @@ class MoE:
             y, index = run_experts(self.kernels, received, weights.experts, form, x.dtype)
         with clock.part("combine"):
             self.dispatcher.combine_start(handle, y, index)
+        yield
+        with clock.part("combine"):
             out = self.dispatcher.combine_finish(handle)  # [T, D] fp32
             for piece in shared:
                 out = out + piece.to(torch.float32)
