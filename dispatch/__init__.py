@@ -1,19 +1,23 @@
 """HOW tokens travel to the ranks that hold their experts, and back.
 
-The registry: one line a backend, imported when it is asked for. Knows names, not transports.
+The registry: one line a backend, imported when it is asked for; and the way from a name to a
+dispatcher. Knows names, not transports; what is chosen and why: `dispatch.choice`.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from dispatch.base import DispatchConfig, Dispatcher, DispatchError, Probe
+from dispatch.choice import AUTO, EMULATED, PHASES, Choice, Probes, Wish, choose
 
-# name -> (module, class). The order is that in which `probe_all` lists them.
+# name -> (module, class). The order is that in which probes are listed. A backend's emulation has
+# its name and EMULATED: `--emulate` takes it, where there is one; it is no name for users.
 _BACKENDS = {
     "local": ("dispatch.local", "LocalDispatcher"),
     "torch": ("dispatch.collective", "CollectiveDispatcher"),
@@ -25,56 +29,64 @@ _BACKENDS = {
 }
 
 
-# What "auto" may take, the first that every rank can: each is the fastest where it can run at all.
-# `allgather` never is: it sends each token to ranks that have no use for it.
-_AUTO = ("local", "torch")
-
-
 @dataclass(frozen=True)
 class DispatcherChoice:
-    """What was chosen and why; the caller prints `describe()` once. probes: what all ranks together
-    say of each backend."""
+    """A dispatcher that is ready, and why it is this one; the caller prints `describe()` once."""
 
     dispatcher: Dispatcher
-    asked: str
-    probes: dict[str, Probe]
+    choice: Choice
+
+    @property
+    def asked(self) -> str:
+        return self.choice.asked
 
     def describe(self) -> str:
-        name = self.dispatcher.name
-        line = f"dispatcher {name}: {self.probes[name].reason}"
-        # Emulations are for whoever asks for one: that they cannot run is no news to others.
-        by_reason: dict[str, list[str]] = {}
-        for n, p in self.probes.items():
-            if not p.ok and not n.endswith("_emulated"):
-                by_reason.setdefault(p.reason, []).append(n)
-        refused = "; ".join(f"not {', '.join(names)}: {why}" for why, names in by_reason.items())
-        line = f"{line} ({refused})" if refused else line
-        return "; ".join([line, *getattr(self.dispatcher, "notes", [])])
+        return "; ".join([self.choice.describe(), *self.dispatcher.notes])
 
 
 def dispatcher_names() -> list[str]:
-    """Every name that `create_dispatcher` knows, besides "auto"."""
-    return list(_BACKENDS)
+    """Every name that a user may give, besides "auto"."""
+    return [name for name in _BACKENDS if not name.endswith(EMULATED)]
+
+
+def parse_dispatch(text: str, emulate: bool = False) -> Wish:
+    """What `--dispatch` says: a name, or `prefill=NAME,decode=NAME`. Raises DispatchError."""
+    return Wish.parse(text, list(_BACKENDS), emulate)
+
+
+def emulated_names() -> list[str]:
+    """Names of which there is an emulation on CPUs."""
+    return [name.removesuffix(EMULATED) for name in _BACKENDS if name.endswith(EMULATED)]
 
 
 def _load(name: str) -> Any:
     if name not in _BACKENDS:
-        known = ", ".join(["auto", *_BACKENDS])
+        known = ", ".join([AUTO, *_BACKENDS])
         raise DispatchError(f"dispatcher {name!r}: unknown; valid are {known}")
     module, attribute = _BACKENDS[name]
     return getattr(importlib.import_module(module), attribute)
 
 
+def probe_one(name: str, group: Any, config: DispatchConfig) -> Probe:
+    """What a backend says of this group. No collective; one that cannot even be imported answers
+    with the reason."""
+    try:
+        answer: Probe = _load(name).probe(group, config)
+        return answer
+    except Exception as error:  # a broken library may raise anything at import
+        return Probe(False, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
 def probe_all(group: Any, config: DispatchConfig) -> dict[str, Probe]:
-    """What each backend says of this group. No collective; a backend that cannot even be imported
-    answers with the reason."""
-    probes = {}
-    for name in _BACKENDS:
-        try:
-            probes[name] = _load(name).probe(group, config)
-        except Exception as error:  # a broken library may raise anything at import
-            probes[name] = Probe(False, f"{type(error).__name__}: {error}".splitlines()[0])
-    return probes
+    """`probe_one` of each backend."""
+    return {name: probe_one(name, group, config) for name in _BACKENDS}
+
+
+def probe_phases(group: Any, configs: Mapping[str, DispatchConfig]) -> Probes:
+    """`probe_all` for each phase, whose configs differ in max_tokens_per_rank."""
+    probes = {"prefill": probe_all(group, configs["prefill"])}
+    same = configs["decode"] == configs["prefill"]
+    return probes | {"decode": probes["prefill"] if same else probe_all(group, configs["decode"])}
 
 
 def join_probes(everyone: list[dict[str, Probe]]) -> dict[str, Probe]:
@@ -102,27 +114,31 @@ def join_probes(everyone: list[dict[str, Probe]]) -> dict[str, Probe]:
     return joined
 
 
+def choose_dispatcher(
+    wish: Wish, everyone: list[Probes], configs: Mapping[str, DispatchConfig]
+) -> Choice:
+    """everyone: each rank's `probe_phases`, gathered over the CPU group before any collective of a
+    device: so that all take the same or none any. CannotRun (a DispatchError), on every rank alike,
+    where a phase has no backend: nothing else is tried in place of a name."""
+    joined = {phase: join_probes([probes[phase] for probes in everyone]) for phase in PHASES}
+    return choose(wish, joined, configs, _load)
+
+
 def create_dispatcher(
     name: str, group: Any, config: DispatchConfig, **hooks: Any
 ) -> DispatcherChoice:
-    """The named backend, ready. "auto": local on one rank, torch otherwise. Collective: ranks first
-    tell one another over the CPU group what they can run, so that all take the same or none any.
-
-    hooks go to the backend's constructor (combine_form, combine_pairs). DispatchError, on every
-    rank alike, if the name is unknown or a rank refuses: nothing else is tried in its place.
+    """The named backend, or what "auto" finds for each phase, ready. Collective. hooks go to the
+    backend's constructor (combine_form, combine_pairs). Raises DispatchError, on every rank alike.
     """
-    if name != "auto":
+    if name != AUTO:
         _load(name)
-    probes = join_probes(_gather(group, probe_all(group, config)))
-    candidates = _AUTO if name == "auto" else (name,)
-    chosen = next((n for n in candidates if probes[n].ok), None)
-    if chosen is None:
-        refusals = "; ".join(f"{n!r} refuses: {probes[n].reason}" for n in candidates)
-        raise DispatchError(f"dispatcher {refusals}")
-    return DispatcherChoice(_load(chosen)(group, config, **hooks), name, probes)
+    configs = dict.fromkeys(PHASES, config)
+    everyone = _gather(group, probe_phases(group, configs))
+    choice = choose_dispatcher(Wish(name, name), everyone, configs)
+    return DispatcherChoice(choice.open(group, **hooks), choice)
 
 
-def _gather(group: Any, mine: dict[str, Probe]) -> list[dict[str, Probe]]:
+def _gather(group: Any, mine: Probes) -> list[Probes]:
     if group.size == 1:
         return [mine]
     everyone: list[Any] = [None] * group.size

@@ -44,7 +44,8 @@ def test_a_backend_that_cannot_be_imported_gives_its_reason(
     table = {**dispatch._BACKENDS, "gone": ("dispatch.no_such_file", "X")}
     monkeypatch.setattr(dispatch, "_BACKENDS", table)
     probes = probe_all(EPGroup.single(), CONFIG)
-    assert list(probes) == dispatcher_names() == [*table]
+    assert list(probes) == [*table]
+    assert dispatcher_names() == [name for name in table if not name.endswith("_emulated")]
     assert not probes["gone"].ok and "ModuleNotFoundError: No module" in probes["gone"].reason
 
 
@@ -69,7 +70,7 @@ def test_what_every_rank_can_run_is_chosen_and_refusals_name_their_ranks(
     first, *others = world(3, body)
     assert all(said == first for said in others)
     refusal = "'torch' refuses: rank 0 and 1 more: no such network"
-    assert first[0].startswith("dispatcher 'local' refuses: ") and first[0].endswith(refusal)
+    assert first[0].startswith("dispatcher 'local' refuses: ") and refusal in first[0]
     assert first[1] == f"dispatcher {refusal}"
     assert first[2].startswith("dispatcher allgather: ")
     assert "not torch: rank 0 and 1 more: no such network" in first[2]
