@@ -73,7 +73,8 @@ FLAGS = (
     Flag(
         "parallel", "layout", "NAME", "prefill-ep32, decode-ep144 or decode-ep320: sets the above"
     ),
-    Flag("parallel", "dispatch", "NAME", "How tokens travel", "auto"),
+    Flag("parallel", "dispatch", "NAME", "How tokens travel; or prefill=NAME,decode=NAME", "auto"),
+    Flag("parallel", "emulate", "", "On CPUs, the emulation of what --dispatch names", "off"),
     Flag("cache", "block_size", "N", "Tokens a KV block", "16"),
     Flag(
         "cache",

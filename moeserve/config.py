@@ -66,7 +66,8 @@ class ParallelSection(Section):
     # On each rank for its own tokens, or in slots as an expert that every token picks
     shared_expert: Literal["replicated", "hosted"] = "replicated"
     layout: str | None = None  # a preset (ep/presets.py): sets ep, redundant_experts, shared_expert
-    dispatch: str = "auto"
+    dispatch: str = "auto"  # or a backend's name, or prefill=NAME,decode=NAME
+    emulate: bool = False  # of a backend that wants GPUs, its emulation on CPUs
 
     @field_validator("layout")
     @classmethod
