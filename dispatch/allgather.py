@@ -16,8 +16,8 @@ for each token: ranks add up in the dtype of the wire, each addition rounded onc
 
 Bytes that leave this rank in a layer, by a ring, B the bound (or the largest T), w bytes a value:
 
-    counts 8 * (R - 1)  +  tokens (R - 1) * (B + 1) * row_bytes  +  combine (R - 1) * B * n * D * w
-    row_bytes = pad4(D * w) + 4 * K + pad4(2 * K)    n = K (PAIRS) or 1 (SUMMED)
+    dispatch: counts 8 * (R - 1) + tokens (R - 1) * (B + 1) * row_bytes
+    combine: (R - 1) * B * n * D * w      n = K (PAIRS) or 1 (SUMMED); row_bytes as in `RowFormat`
 
 Knows: process groups, blocks, what is in flight. Knows nothing of what experts compute.
 
@@ -51,9 +51,9 @@ from dispatch.combine import CombinePairs
 from dispatch.handles import (
     HandleState,
     TokenHandle,
-    check_inputs,
     check_outputs,
     check_probe,
+    check_rows,
     check_slots,
     form_for,
     group_problem,
@@ -130,7 +130,7 @@ class AllGatherDispatcher(Dispatcher):
         most = self.config.max_tokens_per_rank
         bound = None if self._bound is None else min(self._bound, most)
         try:
-            x = check_inputs(self.config, x, slots, weights)
+            values, scales = check_rows(self.config, x, slots, weights)
             check_slots(self.config, slots)
             if bound is not None and x.shape[0] > bound:
                 raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {bound}")
@@ -141,8 +141,8 @@ class AllGatherDispatcher(Dispatcher):
             counts = self._exchange_counts(x.shape[0], x.device)
             stop_if_refused(counts)
             bound = max(counts)
-        flight = _Flight(self, x, slots, weights, bound=bound, picks=slots)
-        flight.block = self._pack(bound, x, slots, weights)
+        flight = _Flight(self, values, slots, weights, scales, bound=bound, picks=slots)
+        flight.block = self._pack(flight)
         self._gather(flight)
         self.stats.calls += 1
         self.stats.rows_sent_to_rank = [x.shape[0]] * self.group.size
@@ -155,7 +155,7 @@ class AllGatherDispatcher(Dispatcher):
         layout = PaddedBlocks(self.row_format, self.group.size, flight.bound)
         counts = layout.counts(flight.blocks)
         stop_if_refused(counts)
-        x_part, weight_part, slot_part = self.row_format.split(flight.blocks)
+        x_part, weight_part, slot_part, *scale_part = self.row_format.split(flight.blocks)
         # [R, B, K] without the headers; what lies beyond a rank's count is not looked at.
         blocked = slot_part.view(self.group.size, layout.block_rows, self.config.top_k)[:, 1:]
         local = blocked.to(torch.int32) - self.group.rank * self.num_local_experts
@@ -167,13 +167,14 @@ class AllGatherDispatcher(Dispatcher):
         valid = here[ranks, rows]
         slots = torch.where(valid, local[ranks, rows], -1)
         weights = torch.where(valid, weight_part.index_select(0, at), 0.0)
-        x = x_part.index_select(0, at)
+        x = self.row_format.off_wire(x_part.index_select(0, at))
+        scales = scale_part[0].index_select(0, at) if scale_part else None
         flight.slots, flight.places = slots, ranks * flight.bound + rows
         flight.block = flight.blocks = flight.work = None
         flight.state = HandleState.RECEIVED
-        return Received(
-            Layout.ROUTED, x, slots, weights, count_picks(slots, self.num_local_experts)
-        )
+        picks = count_picks(slots, self.num_local_experts)
+        form = self.row_format.scale_format
+        return Received(Layout.ROUTED, x, slots, weights, picks, scales, form)
 
     # -- and back --------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class AllGatherDispatcher(Dispatcher):
             flight.result, flight.y, group=self.group.device_group, async_op=True
         )
         flight.state = HandleState.RETURNED
-        self.stats.bytes_sent += (size - 1) * flight.result.nbytes
+        self.stats.sent(combine=(size - 1) * flight.result.nbytes)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
@@ -229,19 +230,22 @@ class AllGatherDispatcher(Dispatcher):
         send = torch.tensor([count], dtype=torch.int64, device=device)
         receive = torch.empty(self.group.size, dtype=torch.int64, device=device)
         _all_gather(receive, send, group=self.group.device_group)
-        self.stats.bytes_sent += 8 * (self.group.size - 1)
+        self.stats.sent(dispatch=8 * (self.group.size - 1))
         received: list[int] = receive.tolist()
         return received
 
     def _empty(self, rows: int, device: torch.device) -> Tensor:
         return torch.empty((rows, self.row_format.row_bytes), dtype=torch.uint8, device=device)
 
-    def _pack(self, bound: int, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    def _pack(self, flight: _Flight) -> Tensor:
         """A header row with the count, then T rows, then room up to the bound."""
-        block, tokens = self._empty(bound + 1, x.device), x.shape[0]
+        x = self.row_format.on_wire(flight.x)
+        block, tokens = self._empty(flight.bound + 1, x.device), x.shape[0]
         block.view(torch.int32)[0, 0] = tokens
-        parts = self.row_format.split(block[1 : tokens + 1])
-        for part, value in zip(parts, (x, weights, slots), strict=True):
+        values = [x, flight.weights, flight.slots]
+        if flight.scales is not None:
+            values.append(flight.scales)
+        for part, value in zip(self.row_format.split(block[1 : tokens + 1]), values, strict=True):
             part.copy_(value)
         return block
 
@@ -252,7 +256,7 @@ class AllGatherDispatcher(Dispatcher):
         flight.work = _all_gather(
             flight.blocks, flight.block, group=self.group.device_group, async_op=True
         )
-        self.stats.bytes_sent += (size - 1) * flight.block.nbytes
+        self.stats.sent(dispatch=(size - 1) * flight.block.nbytes)
 
     def _refuse(self, bound: int | None, device: torch.device) -> None:
         """Take part in the layer's first collective, to tell every rank that this one stops."""
@@ -279,5 +283,9 @@ def _reduce_scatter(out: Tensor, x: Tensor, **options: Any) -> Any:
 def _row_format(config: DispatchConfig) -> RowFormat:
     """Rows carry physical slots: all ranks see the same row."""
     return RowFormat.choose(
-        config.hidden_size, config.top_k, config.dtype, config.num_physical_experts
+        config.hidden_size,
+        config.top_k,
+        config.dtype,
+        config.num_physical_experts,
+        config.wire,
     )

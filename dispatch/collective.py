@@ -12,10 +12,11 @@ same layer instead of waiting for one another.
 Bytes sent to other ranks in a layer, S rows leaving this rank, N rows that came from others, with
 Q valid pairs among them, w bytes a value:
 
-    counts 8 * (R - 1)  +  payload S * row_bytes  +  combine N * D * w (SUMMED) or Q * D * w (PAIRS)
-    row_bytes = pad4(D * w) + 4 * K + pad4(2 * K)      (pad4: up to a multiple of 4)
+    dispatch: counts 8 * (R - 1) + payload S * row_bytes      (`RowFormat`: its parts, FP8 or not)
+    combine: N * D * w (SUMMED) or Q * D * w (PAIRS)
 
-and with the bound B, counts and payload together are (R - 1) * (B + 1) * row_bytes.
+and with the bound B, counts and payload together are (R - 1) * (B + 1) * row_bytes: more bytes for
+a message less. What no transport could leave out is in dispatch/ideal.py.
 
 Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent, N rows received,
 Q valid pairs.
@@ -47,16 +48,16 @@ from dispatch.combine import CombinePairs
 from dispatch.handles import (
     HandleState,
     TokenHandle,
-    check_inputs,
     check_outputs,
     check_probe,
+    check_rows,
     check_slots,
     form_for,
     group_problem,
     pairs_as_received,
 )
 from dispatch.route import count_picks
-from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan, stop_if_refused
+from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, SendPlan, SentRows, stop_if_refused
 from ep.group import EPGroup
 
 # About what a loopback or a fast network carries in the time of one more collective.
@@ -72,7 +73,7 @@ class _Flight(TokenHandle):
     arriving: Tensor | None = None  # uint8 [N', row_bytes]
     blocks: PaddedBlocks | None = None  # set where sent and arriving are padded blocks
     work: dist.Work | None = None
-    own: tuple[Tensor, Tensor, Tensor] | None = None  # x, weights, local slots that stay here
+    own: tuple[Tensor, ...] | None = None  # parts of the rows that stay here
     row_counts: list[int] = field(default_factory=list)  # [R] rows received from each rank
     home: Tensor | None = None  # [T, ...] int64 rows of `result`
     home_counts: list[int] = field(default_factory=list)  # [R] rows that come back from each rank
@@ -100,7 +101,7 @@ class CollectiveDispatcher(Dispatcher):
         self.combine_form = form_for(config, combine_form)
         self.num_local_experts = config.num_physical_experts // group.size
         self.row_format = RowFormat.choose(
-            config.hidden_size, config.top_k, config.dtype, self.num_local_experts
+            config.hidden_size, config.top_k, config.dtype, self.num_local_experts, config.wire
         )
         self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         self._combine = combine_pairs or combine.combine_pairs
@@ -131,7 +132,7 @@ class CollectiveDispatcher(Dispatcher):
             raise DispatchError("dispatcher 'torch' is closed")
         blocks = self._padded_blocks()
         try:
-            x = check_inputs(self.config, x, slots, weights)
+            values, scales = check_rows(self.config, x, slots, weights)
             check_slots(self.config, slots)
             if blocks is not None and x.shape[0] > blocks.bound:
                 raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {blocks.bound}")
@@ -139,7 +140,7 @@ class CollectiveDispatcher(Dispatcher):
             self._refuse(blocks, x.device)
             raise
         plan = SendPlan.make(slots, self.group.size, self.num_local_experts)
-        flight = _Flight(self, x, slots, weights, plan=plan, blocks=blocks)
+        flight = _Flight(self, values, slots, weights, scales, plan=plan, blocks=blocks)
         if blocks is None:
             flight.row_counts = self._exchange_counts(plan.row_counts, x.device)
             stop_if_refused(flight.row_counts)
@@ -162,22 +163,31 @@ class CollectiveDispatcher(Dispatcher):
         if flight.blocks is not None:
             flight.row_counts = flight.blocks.counts(flight.arriving)
             stop_if_refused(flight.row_counts)
-            x, weights, slots = flight.blocks.unpack(flight.arriving, flight.row_counts)
+            parts = flight.blocks.unpack(flight.arriving, flight.row_counts)
         else:
             assert flight.own is not None
             # Rows from lower ranks, this rank's own, rows from higher ranks.
             first = sum(flight.row_counts[: self.group.rank])
-            parts = self.row_format.split(flight.arriving)
-            x, weights, slots = (
-                torch.cat([part[:first], own.to(part.dtype), part[first:]])
-                for part, own in zip(parts, flight.own, strict=True)
+            arrived = self.row_format.split(flight.arriving)
+            parts = tuple(
+                torch.cat([part[:first], own, part[first:]])
+                for part, own in zip(arrived, flight.own, strict=True)
             )
+        x, weights, slots, *scales = parts
         slots = slots.to(torch.int32)
         counts = count_picks(slots, self.num_local_experts)
         flight.slots = slots
         flight.sent = flight.arriving = flight.own = flight.work = None
         flight.state = HandleState.RECEIVED
-        return Received(Layout.ROUTED, x, slots, weights, counts)
+        return Received(
+            Layout.ROUTED,
+            self.row_format.off_wire(x),
+            slots,
+            weights,
+            counts,
+            scales[0] if scales else None,
+            self.row_format.scale_format,
+        )
 
     # -- and back --------------------------------------------------------------------------
 
@@ -207,7 +217,7 @@ class CollectiveDispatcher(Dispatcher):
         )
         flight.state = HandleState.RETURNED
         leaving = flight.y.shape[0] - send_counts[self.group.rank]
-        self.stats.bytes_sent += leaving * self.config.hidden_size * self.config.dtype.itemsize
+        self.stats.sent(combine=leaving * self.config.hidden_size * self.config.dtype.itemsize)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
@@ -248,42 +258,32 @@ class CollectiveDispatcher(Dispatcher):
         buffer = blocks.refuse(device)
         dist.all_to_all_single(torch.empty_like(buffer), buffer, group=self.group.device_group)
 
-    def _rows_to_send(self, flight: _Flight, plan: SendPlan) -> tuple[Tensor, Tensor]:
-        """weights fp32, local slots int32, [S, K] each, as their destinations shall see them."""
+    def _rows_to_send(self, flight: _Flight, plan: SendPlan) -> SentRows:
         local = plan.local_slots(flight.slots, self.num_local_experts)
         weights = torch.where(local >= 0, flight.weights.index_select(0, plan.tokens), 0.0)
-        return weights, local
+        return SentRows(self.row_format, plan.tokens, flight.x, flight.scales, weights, local)
 
     def _send_padded(self, flight: _Flight, plan: SendPlan, blocks: PaddedBlocks) -> None:
-        weights, local = self._rows_to_send(flight, plan)
-        flight.sent = blocks.pack(plan, flight.x, weights, local)
+        flight.sent = blocks.pack(plan, self._rows_to_send(flight, plan))
         flight.arriving = torch.empty_like(flight.sent)
         flight.work = dist.all_to_all_single(
             flight.arriving, flight.sent, group=self.group.device_group, async_op=True
         )
-        self.stats.bytes_sent += blocks.nbytes // self.group.size * (self.group.size - 1)
+        self.stats.sent(dispatch=blocks.nbytes // self.group.size * (self.group.size - 1))
 
     def _send_exact(self, flight: _Flight, plan: SendPlan) -> None:
         """Pack the rows that leave, start their all-to-all, keep this rank's own aside."""
         me, form = self.group.rank, self.row_format
-        weights, local = self._rows_to_send(flight, plan)
+        rows = self._rows_to_send(flight, plan)
         first = sum(plan.row_counts[:me])
         last = first + plan.row_counts[me]
-        flight.own = (
-            flight.x.index_select(0, plan.tokens[first:last]),
-            weights[first:last],
-            local[first:last],
-        )
+        flight.own = rows.take(slice(first, last))
         send_counts = _without(plan.row_counts, me)
         receive_counts = _without(flight.row_counts, me)
         shape = (sum(send_counts), form.row_bytes)
         sent = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
-        x_part, *other_parts = form.split(sent)
-        torch.index_select(flight.x, 0, plan.tokens[:first], out=x_part[:first])
-        torch.index_select(flight.x, 0, plan.tokens[last:], out=x_part[first:])
-        for part, value in zip(other_parts, (weights, local), strict=True):
-            part[:first] = value[:first]
-            part[first:] = value[last:]
+        rows.write(sent[:first], slice(0, first))
+        rows.write(sent[first:], slice(last, None))
         shape = (sum(receive_counts), form.row_bytes)
         flight.sent = sent
         flight.arriving = torch.empty(shape, dtype=torch.uint8, device=flight.x.device)
@@ -296,7 +296,7 @@ class CollectiveDispatcher(Dispatcher):
             async_op=True,
         )
         size = self.group.size
-        self.stats.bytes_sent += 8 * (size - 1) + sum(send_counts) * form.row_bytes
+        self.stats.sent(dispatch=8 * (size - 1) + sum(send_counts) * form.row_bytes)
 
 
 def _pairs_by_source(slots: Tensor, row_counts: list[int]) -> list[int]:

@@ -19,7 +19,9 @@ from dispatch.base import (
     Fp8Tokens,
     HandleError,
     Probe,
+    WireFormat,
 )
+from dispatch.fp8 import row_scales
 from dispatch.permute import to_row_major
 from ep.group import EPGroup
 
@@ -35,12 +37,14 @@ class HandleState(enum.Enum):
 
 @dataclass(eq=False)
 class TokenHandle:
-    """Single use, made by dispatch_start. x [T, D], slots [T, K] int32, weights [T, K] fp32."""
+    """Single use, made by dispatch_start. x [T, D], slots [T, K] int32, weights [T, K] fp32;
+    scales of x where it is e4m3."""
 
     owner: object
     x: Tensor
     slots: Tensor
     weights: Tensor
+    scales: Tensor | None = None
     state: HandleState = HandleState.SENT
     y: Tensor | None = None
     index: Tensor | None = None
@@ -84,17 +88,52 @@ def form_for(config: DispatchConfig, asked: CombineForm | None) -> CombineForm:
 def check_inputs(
     config: DispatchConfig, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor
 ) -> Tensor:
-    """x, if the arguments of dispatch_start have the shapes of the interface; else DispatchError.
+    """x in the model dtype, if the arguments of dispatch_start have the shapes of the interface;
+    else DispatchError. For backends that take such rows whatever `config.wire` is.
 
     The range of slots is not looked at here: see `check_slots`.
     """
     if isinstance(x, Fp8Tokens):
-        raise DispatchError(f"x: FP8 rows; must be {config.dtype}, as wire={config.wire.value}")
-    tokens = x.shape[0] if x.dim() else -1
-    if x.shape != (tokens, config.hidden_size) or x.dtype != config.dtype:
+        raise DispatchError(f"x: FP8 rows; must be {config.dtype}: this backend takes no others")
+    _check_matrix("x", x, config.dtype, config.hidden_size)
+    _check_picks(config, x.shape[0], slots, weights)
+    return x
+
+
+def check_rows(
+    config: DispatchConfig, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """x, scales (None for wire=model), if the arguments of dispatch_start are what `config.wire`
+    says; else DispatchError. Slots: as `check_inputs`."""
+    wire, hidden = config.wire, config.hidden_size
+    if wire is WireFormat.MODEL:
+        if isinstance(x, Fp8Tokens):
+            raise DispatchError(f"x: FP8 rows; must be {config.dtype}, as wire=model")
+        return check_inputs(config, x, slots, weights), None
+    if not isinstance(x, Fp8Tokens):
+        raise DispatchError(f"x: {x.dtype} rows; must be Fp8Tokens, as wire={wire.value}")
+    form, dtype, width = row_scales(hidden, wire)
+    if x.scale_format is not form:
         raise DispatchError(
-            f"x: {x.dtype} {list(x.shape)}; must be {config.dtype} [T, {config.hidden_size}]"
+            f"x.scale_format={x.scale_format.value}: must be {form.value}, as wire={wire.value}"
         )
+    _check_matrix("x.values", x.values, torch.float8_e4m3fn, hidden)
+    tokens = x.values.shape[0]
+    if x.scales.shape != (tokens, width) or x.scales.dtype != dtype:
+        raise DispatchError(
+            f"x.scales: {x.scales.dtype} {list(x.scales.shape)}; must be {dtype} "
+            f"{[tokens, width]}, as wire={wire.value} at hidden_size={hidden}"
+        )
+    _check_picks(config, tokens, slots, weights)
+    return x.values, x.scales
+
+
+def _check_matrix(name: str, x: Tensor, dtype: torch.dtype, width: int) -> None:
+    if x.dim() != 2 or x.shape[1] != width or x.dtype != dtype:
+        raise DispatchError(f"{name}: {x.dtype} {list(x.shape)}; must be {dtype} [T, {width}]")
+
+
+def _check_picks(config: DispatchConfig, tokens: int, slots: Tensor, weights: Tensor) -> None:
     shape = (tokens, config.top_k)
     if slots.shape != shape or slots.dtype != torch.int32:
         raise DispatchError(
@@ -108,7 +147,6 @@ def check_inputs(
         raise DispatchError(
             f"x: {tokens} tokens; at most max_tokens_per_rank={config.max_tokens_per_rank}"
         )
-    return x
 
 
 def check_slots(config: DispatchConfig, slots: Tensor) -> None:

@@ -1,7 +1,7 @@
 """LocalDispatcher: one rank holds every expert, so nothing travels.
 
 Knows: the interface, both combine forms. Knows nothing of process groups: it is the backend of
-EP = 1 and copies no row.
+EP = 1 and copies no row. FP8 rows pass through as they are, so that one rank rounds as many do.
 
 Shape letters: T tokens, D hidden, K top-k, P physical slots (all local here), Q valid pairs.
 """
@@ -28,12 +28,13 @@ from dispatch.base import (
     Received,
 )
 from dispatch.combine import CombinePairs
+from dispatch.fp8 import row_scales
 from dispatch.handles import (
     HandleState,
     TokenHandle,
-    check_inputs,
     check_outputs,
     check_probe,
+    check_rows,
     check_slots,
     form_for,
     pair_index,
@@ -79,9 +80,9 @@ class LocalDispatcher(Dispatcher):
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'local' is closed")
-        x = check_inputs(self.config, x, slots, weights)
-        self.stats.rows_sent_to_rank = [x.shape[0]]
-        return TokenHandle(owner=self, x=x, slots=slots, weights=weights)
+        values, scales = check_rows(self.config, x, slots, weights)
+        self.stats.rows_sent_to_rank = [values.shape[0]]
+        return TokenHandle(owner=self, x=values, slots=slots, weights=weights, scales=scales)
 
     def dispatch_finish(self, handle: Handle) -> Received:
         handle = TokenHandle.expect(handle, self, HandleState.SENT)
@@ -95,7 +96,15 @@ class LocalDispatcher(Dispatcher):
             check_slots(self.config, handle.slots)
         self.stats.calls += 1
         weights = torch.where(handle.slots >= 0, handle.weights, 0.0)
-        return Received(Layout.ROUTED, handle.x, handle.slots, weights, counts)
+        return Received(
+            Layout.ROUTED,
+            handle.x,
+            handle.slots,
+            weights,
+            counts,
+            handle.scales,
+            row_scales(self.config.hidden_size, self.config.wire)[0],
+        )
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
         handle = TokenHandle.expect(handle, self, HandleState.RECEIVED)

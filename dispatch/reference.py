@@ -8,12 +8,13 @@ Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, N received r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dispatch.base import CombineForm, Layout, Received
+from dispatch.base import CombineForm, Fp8Tokens, Layout, Received
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,20 @@ class ReferenceWorld:
         self.num_local_experts = num_local_experts
 
     def dispatch(
-        self, xs: list[Tensor], slots: list[Tensor], weights: list[Tensor]
+        self, xs: Sequence[Tensor | Fp8Tokens], slots: list[Tensor], weights: list[Tensor]
     ) -> tuple[list[Received], list[list[Origin]]]:
+        """xs: all in the model dtype or all in FP8; rows arrive as they are sent."""
         received, origins = [], []
         for rank in range(self.num_ranks):
             first = rank * self.num_local_experts
-            rows, origin, local_rows, weight_rows = [], [], [], []
+            origin: list[Origin] = []
+            local_rows, weight_rows = [], []
             for source in range(self.num_ranks):
                 for token in range(xs[source].shape[0]):
                     picks = slots[source][token].tolist()
                     local = [s - first if self.owner(s) == rank else -1 for s in picks]
                     if max(local, default=-1) < 0:
                         continue
-                    rows.append(xs[source][token])
                     origin.append(Origin(source, token))
                     local_rows.append(local)
                     mine = torch.tensor(local) >= 0
@@ -53,15 +55,18 @@ class ReferenceWorld:
             counts = [
                 sum(row.count(s) for row in local_rows) for s in range(self.num_local_experts)
             ]
-            received.append(
-                Received(
-                    Layout.ROUTED,
-                    torch.stack(rows) if rows else xs[0].new_zeros(0, xs[0].shape[1]),
-                    torch.tensor(local_rows, dtype=torch.int32).reshape(len(rows), top_k),
-                    torch.stack(weight_rows) if rows else torch.zeros(0, top_k),
-                    torch.tensor(counts, dtype=torch.int64),
-                )
+            got = Received(
+                Layout.ROUTED,
+                _rows([x.values if isinstance(x, Fp8Tokens) else x for x in xs], origin),
+                torch.tensor(local_rows, dtype=torch.int32).reshape(len(origin), top_k),
+                torch.stack(weight_rows) if origin else torch.zeros(0, top_k),
+                torch.tensor(counts, dtype=torch.int64),
             )
+            quantised = [x for x in xs if isinstance(x, Fp8Tokens)]
+            if quantised:
+                scales = _rows([x.scales for x in quantised], origin)
+                got = replace(got, scales=scales, scale_format=quantised[0].scale_format)
+            received.append(got)
             origins.append(origin)
         return received, origins
 
@@ -102,3 +107,11 @@ class ReferenceWorld:
     def owner(self, slot: int) -> int:
         """Rank of a physical slot; -1 for a masked pick."""
         return slot // self.num_local_experts if slot >= 0 else -1
+
+
+def _rows(parts: list[Tensor], origins: list[Origin]) -> Tensor:
+    """The rows [N, ..] that came from there, one by one. parts: of each rank."""
+    out = torch.empty(len(origins), parts[0].shape[1], dtype=parts[0].dtype)
+    for row, origin in enumerate(origins):
+        out[row] = parts[origin.rank][origin.token]
+    return out

@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dispatch.base import CombineForm, DispatchConfig, Dispatcher, Layout, Received
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    Dispatcher,
+    Fp8Tokens,
+    Layout,
+    Received,
+    WireFormat,
+)
+from dispatch.fp8 import dequantise, quantise
 from dispatch.permute import permute
 from dispatch.reference import ReferenceWorld
 from dispatch.route import RoutingTable, route, token_keys
@@ -30,6 +39,11 @@ class CheckCase:
     slots: list[Tensor]  # [T, K] int32
     weights: list[Tensor]  # [T, K] fp32
     placement: ExpertPlacement  # one layer
+
+    def rows(self, rank: int, wire: WireFormat) -> Tensor | Fp8Tokens:
+        """What this rank hands to `dispatch_start`."""
+        x = self.xs[rank]
+        return x if wire is WireFormat.MODEL else quantise(x, wire)
 
 
 def random_placement(
@@ -94,20 +108,26 @@ def experts_of_received(received: Received, placement: ExpertPlacement, rank: in
 
 
 def outputs(received: Received, case: CheckCase, rank: int, form: CombineForm) -> Tensor:
-    """What the stand-in experts of a rank hand back, as `form` says, by the obvious way."""
+    """What the stand-in experts of a rank hand back, as `form` says, by the obvious way: in the
+    dtype of the case, rows in FP8 dequantised to it."""
+    x, dtype = received.x, case.xs[rank].dtype
+    if received.scales is not None:
+        x = dequantise(x, received.scales, received.scale_format, dtype)
     rows, ks = (received.slots >= 0).nonzero(as_tuple=True)
-    pairs = expert_output(received.x[rows], experts_of_received(received, case.placement, rank))
+    pairs = expert_output(x[rows], experts_of_received(received, case.placement, rank))
     if form is CombineForm.PAIRS:
         return pairs
-    total = torch.zeros(received.x.shape, dtype=torch.float32)
+    total = torch.zeros(x.shape, dtype=torch.float32)
     for pair, (row, k) in enumerate(zip(rows.tolist(), ks.tolist(), strict=True)):
         total[row] += pairs[pair].to(torch.float32) * received.weights[row, k]
-    return total.to(received.x.dtype)
+    return total.to(dtype)
 
 
 def run_case(dispatcher: Dispatcher, case: CheckCase, rank: int) -> tuple[Received, Tensor]:
     """One layer through the dispatcher, by the path that a model takes."""
-    handle = dispatcher.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank])
+    wire = WireFormat.MODEL if dispatcher.quantises else dispatcher.config.wire
+    rows = case.rows(rank, wire)
+    handle = dispatcher.dispatch_start(rows, case.slots[rank], case.weights[rank])
     received = dispatcher.dispatch_finish(handle)
     y = outputs(received, case, rank, dispatcher.combine_form)
     if dispatcher.combine_form is CombineForm.PAIRS:
@@ -121,11 +141,14 @@ def run_case(dispatcher: Dispatcher, case: CheckCase, rank: int) -> tuple[Receiv
     return received, dispatcher.combine_finish(handle)
 
 
-def expected(case: CheckCase, form: CombineForm) -> tuple[list[Received], list[Tensor]]:
+def expected(
+    case: CheckCase, form: CombineForm, wire: WireFormat = WireFormat.MODEL
+) -> tuple[list[Received], list[Tensor]]:
     """What each rank must receive, and what must come home, by the slow twin."""
     placement = case.placement
     world = ReferenceWorld(placement.num_ranks, placement.num_local_experts)
-    received, origins = world.dispatch(case.xs, case.slots, case.weights)
+    xs = [case.rows(rank, wire) for rank in range(len(case.xs))]
+    received, origins = world.dispatch(xs, case.slots, case.weights)
     ys = [outputs(got, case, rank, form) for rank, got in enumerate(received)]
     return received, world.combine(form, ys, received, origins, case.slots, case.weights)
 
@@ -142,18 +165,25 @@ def differences(
     tolerance: allowed absolute difference of what comes home; 0 means bit by bit. wanted: what
     `expected` gave, where it is known already.
     """
-    want_received, want_home = wanted or expected(case, dispatcher.combine_form)
+    wire = dispatcher.config.wire
+    want_received, want_home = wanted or expected(case, dispatcher.combine_form, wire)
     received, home = run_case(dispatcher, case, rank)
     found = []
     want = want_received[rank]
     if received.layout is Layout.ROUTED:
         # `local` passes rows through that no expert wants; no other backend sends them.
         keep = (received.slots >= 0).any(1)
-        for name in ("x", "slots", "weights", "counts"):
+        if received.scale_format is not want.scale_format:
+            found.append(f"received.scale_format: {received.scale_format.value}")
+        for name in ("x", "scales", "slots", "weights", "counts"):
             mine, theirs = getattr(received, name), getattr(want, name)
+            if mine is None or theirs is None:
+                if mine is not theirs:
+                    found.append(f"received.{name}: {type(mine).__name__} is not the twin's")
+                continue
             if name != "counts":
                 mine = mine[keep]
-            if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+            if mine.dtype != theirs.dtype or not torch.equal(_bytes(mine), _bytes(theirs)):
                 found.append(f"received.{name}: {mine.dtype} {list(mine.shape)} is not the twin's")
     target = want_home[rank]
     if home.shape != target.shape or home.dtype != torch.float32:
@@ -161,3 +191,8 @@ def differences(
     elif home.numel() and float((home - target).abs().max()) > tolerance:
         found.append(f"home: differs by {float((home - target).abs().max()):.3g}")
     return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x, where it can be compared; float8 as bytes."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -3,8 +3,8 @@
 Knows: hidden rows, local slots, weights, packing, the plan of one dispatch as plain tensors. Knows
 nothing of process groups.
 
-Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent (one for each token
-and destination rank), Q valid (token, k) pairs.
+Shape letters: T tokens, D hidden, K top-k, G scales a row, R ranks, e local slots, S rows sent
+(one for each token and destination rank), Q valid (token, k) pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dispatch.base import PeerError
+from dispatch.base import PeerError, ScaleFormat, WireFormat
+from dispatch.fp8 import num_blocks, row_scales, scale_bytes
 
 REFUSED = -1  # in place of a row count: that rank refuses its arguments
 
@@ -28,39 +29,89 @@ def stop_if_refused(counts: list[int]) -> None:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A row is D hidden values, K fp32 weights, K local slots (int16; int32 from 32768 slots up),
-    padded to 4 bytes so that each part of each row is aligned; so a row has 8 bytes or more."""
+    """A row is D hidden values, K fp32 weights, K local slots (int16; int32 from 32768 slots up)
+    and, where the values are FP8, their scales; each part is padded to 4 bytes, so that all of them
+    are aligned in each row, and a row has 8 bytes or more.
+
+        row_bytes = pad4(D * w) + 4 * K + pad4(2 * K) + s      (pad4: up to a multiple of 4)
+        model: w bytes a value of the model dtype, s = 0
+        fp8: w = 1, s = 4 * G      fp8_ue8m0: w = 1, s = 4 * ceil(G / 4)      G = ceil(D / 128)
+
+    FP8 values travel as bytes: neither gloo nor all of torch's indexing knows float8.
+    """
 
     hidden_size: int
     top_k: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the model
     slot_dtype: torch.dtype
+    wire: WireFormat = WireFormat.MODEL
 
     @classmethod
     def choose(
-        cls, hidden_size: int, top_k: int, dtype: torch.dtype, num_local_experts: int
+        cls,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        num_slots: int,
+        wire: WireFormat = WireFormat.MODEL,
     ) -> RowFormat:
-        small = num_local_experts <= torch.iinfo(torch.int16).max
-        return cls(hidden_size, top_k, dtype, torch.int16 if small else torch.int32)
+        """num_slots: how many a row may name, those of its destination or all."""
+        small = num_slots <= torch.iinfo(torch.int16).max
+        return cls(hidden_size, top_k, dtype, torch.int16 if small else torch.int32, wire)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Of the hidden part, as it travels."""
+        return self.dtype if self.wire is WireFormat.MODEL else torch.uint8
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        return row_scales(self.hidden_size, self.wire)[0]
 
     @property
     def x_bytes(self) -> int:
         """Bytes of the hidden part, padded to 4."""
-        return -(-self.hidden_size * self.dtype.itemsize // 4) * 4
+        return _pad4(self.hidden_size * self.value_dtype.itemsize)
 
     @property
     def row_bytes(self) -> int:
-        slots = self.top_k * self.slot_dtype.itemsize
-        return self.x_bytes + self.top_k * 4 + -(-slots // 4) * 4
+        ids = _pad4(self.top_k * self.slot_dtype.itemsize)
+        return self.x_bytes + self.top_k * 4 + ids + scale_bytes(self.hidden_size, self.wire)
 
-    def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 [n, row_bytes] -> views x [n, D], weights [n, K], slots [n, K]."""
-        k, start = self.top_k, self.x_bytes
-        x = buffer[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype)
-        weights = buffer[:, start : start + 4 * k].view(torch.float32)
-        start += 4 * k
-        slots = buffer[:, start : start + k * self.slot_dtype.itemsize].view(self.slot_dtype)
-        return x, weights, slots
+    @property
+    def least_bytes(self) -> int:
+        """What a row must have at the least: no padding, a byte for each exponent."""
+        scales = scale_bytes(self.hidden_size, self.wire)
+        if self.wire is WireFormat.FP8_UE8M0:
+            scales = num_blocks(self.hidden_size)
+        picks = self.top_k * (4 + self.slot_dtype.itemsize)
+        return self.hidden_size * self.value_dtype.itemsize + picks + scales
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """uint8 [n, row_bytes] -> views x [n, D], weights [n, K], slots [n, K] and, for FP8,
+        scales; x as it travels."""
+        parts, start = [], 0
+        _, scale_dtype, num_scales = row_scales(self.hidden_size, self.wire)
+        for width, dtype in (
+            (self.hidden_size, self.value_dtype),
+            (self.top_k, torch.float32),
+            (self.top_k, self.slot_dtype),
+            (num_scales, scale_dtype),
+        ):
+            end = start + width * dtype.itemsize
+            parts.append(buffer[:, start:end].view(dtype))
+            start = _pad4(end)
+        return tuple(parts if num_scales else parts[:3])
+
+    def on_wire(self, x: Tensor) -> Tensor:
+        return x if self.wire is WireFormat.MODEL else x.view(torch.uint8)
+
+    def off_wire(self, x: Tensor) -> Tensor:
+        return x if self.wire is WireFormat.MODEL else x.view(torch.float8_e4m3fn)
+
+
+def _pad4(num_bytes: int) -> int:
+    return -(-num_bytes // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -119,6 +170,40 @@ class SendPlan:
 
 
 @dataclass(frozen=True)
+class SentRows:
+    """The rows of a plan, each part where it lies: x [T, D] and scales [T, G] of all tokens, to be
+    picked by tokens [S]; weights, slots [S, K] of the rows, as their destinations shall see them.
+    """
+
+    form: RowFormat
+    tokens: Tensor
+    x: Tensor
+    scales: Tensor | None
+    weights: Tensor
+    slots: Tensor
+
+    def take(self, rows: slice) -> tuple[Tensor, ...]:
+        """Copies of these rows, in the parts that `RowFormat.split` gives."""
+        at = self.tokens[rows]
+        parts = (
+            self.form.on_wire(self.x).index_select(0, at),
+            self.weights[rows],
+            self.slots[rows].to(self.form.slot_dtype),
+        )
+        return parts if self.scales is None else (*parts, self.scales.index_select(0, at))
+
+    def write(self, buffer: Tensor, rows: slice) -> None:
+        """These rows into uint8 [n, row_bytes], in one pass."""
+        at = self.tokens[rows]
+        x, weights, slots, *scales = self.form.split(buffer)
+        torch.index_select(self.form.on_wire(self.x), 0, at, out=x)
+        weights.copy_(self.weights[rows])
+        slots.copy_(self.slots[rows])
+        if self.scales is not None:
+            torch.index_select(self.scales, 0, at, out=scales[0])
+
+
+@dataclass(frozen=True)
 class PaddedBlocks:
     """Rows in blocks of equal size, one block a rank, so that no counts need travel first.
 
@@ -147,16 +232,14 @@ class PaddedBlocks:
         self._headers(buffer).fill_(REFUSED)
         return buffer
 
-    def pack(self, plan: SendPlan, x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """x [T, D]; weights, slots [S, K] of the sent rows -> the buffer."""
-        buffer = self.empty(x.device)
-        counts = torch.tensor(plan.row_counts, device=x.device)
+    def pack(self, plan: SendPlan, rows: SentRows) -> Tensor:
+        """rows: of the plan -> the buffer."""
+        buffer = self.empty(plan.tokens.device)
+        counts = torch.tensor(plan.row_counts, device=buffer.device)
         self._headers(buffer).copy_(counts)
         at = self._rows(counts)
-        x_part, weight_part, slot_part = self.form.split(buffer)
-        x_part[at] = x.index_select(0, plan.tokens)
-        weight_part[at] = weights
-        slot_part[at] = slots.to(self.form.slot_dtype)
+        for part, value in zip(self.form.split(buffer), rows.take(slice(None)), strict=True):
+            part[at] = value
         return buffer
 
     def counts(self, buffer: Tensor) -> list[int]:
@@ -164,11 +247,10 @@ class PaddedBlocks:
         counts: list[int] = self._headers(buffer).tolist()
         return counts
 
-    def unpack(self, buffer: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, D], weights [N, K], slots [N, K] of the rows that are there."""
+    def unpack(self, buffer: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+        """The parts, as `RowFormat.split` gives them, of the rows that are there."""
         at = self._rows(torch.tensor(counts, device=buffer.device))
-        x, weights, slots = (part.index_select(0, at) for part in self.form.split(buffer))
-        return x, weights, slots
+        return tuple(part.index_select(0, at) for part in self.form.split(buffer))
 
     def _headers(self, buffer: Tensor) -> Tensor:
         """View [R] int32 of the headers."""
