@@ -24,6 +24,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
+from moeserve.overlap import decide_overlap
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
 from moeserve.rebalancing.build import open_rebalancer, our_planner
@@ -74,7 +75,16 @@ def build_engine(
     experts = start.placement
     window = LoadWindow(experts.num_layers, experts.num_logical_experts, LOAD_WINDOW_STEPS)
     recorder = StepRecorder(window, group.rank)
-    runner = ModelRunner(model, pages, cache.tables, recorder)
+    dispatcher = model.dispatcher
+    overlap = decide_overlap(
+        config.parallel.overlap,
+        group.size,
+        model.device.type,
+        dispatcher.name,
+        dispatcher.max_in_flight,
+    )
+    start.notes.append(overlap.note)
+    runner = ModelRunner(model, pages, cache.tables, recorder, overlap.tokens)
     limits = ScheduleLimits(
         max_num_sequences=config.schedule.max_num_sequences,
         token_budget=config.schedule.token_budget,
@@ -162,6 +172,7 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         "ep": config.parallel.ep,
         "deterministic": config.engine.deterministic,
         "dispatch": config.parallel.dispatch,
+        "overlap": config.parallel.overlap,
         "dtype": str(start.dtype),
         "checkpoint": start.fingerprint,
         "layers": start.placement.num_layers,

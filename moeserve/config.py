@@ -41,7 +41,19 @@ def parse_size(value: object) -> object:
         raise ValueError("must be bytes, such as 512MiB, 2GiB or 1073741824") from None
 
 
+def parse_overlap(value: object) -> object:
+    """'auto' is None, 'off' is 0; else a number of tokens."""
+    words: dict[object, object] = {"auto": None, "off": 0}
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    if text not in words and not text.removeprefix("-").isdecimal():
+        raise ValueError("must be auto, off or a number of tokens, such as 256")
+    return words.get(text, text)
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Threshold = Annotated[int | None, BeforeValidator(parse_overlap)]
 
 
 class Section(BaseModel):
@@ -67,6 +79,8 @@ class ParallelSection(Section):
     shared_expert: Literal["replicated", "hosted"] = "replicated"
     layout: str | None = None  # a preset (ep/presets.py): sets ep, redundant_experts, shared_expert
     dispatch: str = "auto"  # or a backend's name, or prefill=NAME,decode=NAME
+    # Agreed tokens a rank from which a step goes in two halves; 0: never; None: auto (overlap.py)
+    overlap: Threshold = Field(None, ge=0)
     emulate: bool = False  # of a backend that wants GPUs, its emulation on CPUs
 
     @field_validator("layout")
