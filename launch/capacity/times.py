@@ -1,0 +1,273 @@
+"""How long a step takes on one GPU of a pool, term by term: a roofline with measured shares.
+
+Knows: FLOPs and bytes of each part, a GPU's peaks, what share of a peak kernels reach
+(`Calibration`), how all-to-alls grow with tokens and nodes, what two-batch overlap hides. Knows
+nothing of requests, prices or memory that must fit.
+
+A part takes the longer of its arithmetic and its bytes. Matrix products reach a share of the peak
+that falls as the chip has more FLOPs for a byte (`intensity`). All-to-alls take a floor and then
+bytes over what a NIC, or NVLink, carries. With overlap two half batches run in turn: parts that
+read weights read them twice, and a share of the all-to-alls is hidden behind the other half.
+
+Shape letters: T tokens in a step of a GPU (of `tp` GPUs, where they share attention), S context
+(positions a token attends to), n nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from launch.capacity import traffic
+from launch.capacity.hardware import Gpu
+from launch.capacity.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares and floors. Those that `validate.FITTED` names were fitted on published points there;
+    the others come from measured tables, each with its source."""
+
+    # Fitted on end-to-end points (`moeserve plan --validate`)
+    intensity: float = 888.0  # FLOPs a byte at which products reach half of `ceiling`
+    prefill_core: float = 0.49  # of BF16 peak, attention over expanded keys
+    decode_core: float = 0.66  # of BF16 peak, attention over the latent
+    passes: float = 29.0  # times hidden values cross memory in a layer (norms, casts, copies)
+    launch: float = 40e-6  # seconds of small kernels and gaps in a layer
+    skew: float = 1.36  # waiting for the slowest rank, times the all-to-alls of decode
+    hidden: float = 0.55  # share of decode's all-to-alls that overlap hides
+    young: float = 1.61  # times a whole step on chips whose kernels were new when measured
+    lmsys_balance: float = 1.44  # busiest GPU over mean in SGLang's prefill of May and July 2025
+    # From tables
+    ceiling: float = 0.9  # of FP8 or BF16 peak, large products
+    memory: float = 0.82  # of HBM bandwidth: experts in decode, H200 (AIConfigurator tables)
+    grouped: float = 0.65  # as `ceiling`, for grouped products: half of the peak on H200 (tables)
+    expert_launch: float = 22e-6  # grouped product of decode (same tables)
+    nic: float = 0.93  # of a NIC (DeepEP low latency on H100: 45-49 of 50 GB/s)
+    nvlink: float = 0.54  # of NVLink (DeepEP low latency on H100, one node: 241 of 450 GB/s)
+    floor_within: float = 12e-6  # an all-to-all in one NVLink domain (same table)
+    floor_across: float = 28e-6  # and over a network
+    normal_floor: float = 80e-6  # normal kernels: counts travel first
+    normal_hidden: float = 0.9  # of the shorter of work and all-to-alls, with overlap
+    comm_sms: int = 24  # SMs that normal kernels take from the rest while they overlap
+
+
+@dataclass(frozen=True)
+class Pool:
+    """GPUs that run one phase of one model. ep: GPUs over which experts are sharded; tp: GPUs that
+    share the attention of one group of sequences, whose latents each of them holds. balance:
+    busiest GPU over mean, of expert tokens. young: kernels of that chip were new."""
+
+    gpu: Gpu
+    ep: int
+    redundant: int = 0
+    tp: int = 1
+    balance: float = 1.0
+    overlap: bool = True
+    kv_fp8: bool = False
+    wire_fp8: bool = True
+    young: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """NVLink domains that its GPUs lie in."""
+        return max(1, -(-self.ep // self.gpu.domain))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step on the busiest GPU, by part, over all layers. exposed: what of the
+    all-to-alls is not hidden; comm: all of them; seconds: the whole."""
+
+    projections: float
+    core: float
+    experts: float
+    shared: float
+    dense: float
+    rest: float
+    head: float
+    comm: float
+    exposed: float
+    seconds: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    projections: float
+    core: float
+    experts: float
+    shared: float
+    rest: float
+
+    @property
+    def work(self) -> float:
+        return self.projections + self.core + self.experts + self.shared + self.rest
+
+
+def decode_step(
+    shape: ModelShape, pool: Pool, tokens: float, context: float, c: Calibration
+) -> Step:
+    """tokens: sequences of a GPU times the positions each computes (1, or 1 + drafts)."""
+    halves = 2 if pool.overlap and pool.ep > 1 else 1
+    part = _decode_parts(shape, pool, tokens / halves, context, c)
+    comm = exposed = 0.0
+    if pool.ep > 1:
+        mine = tokens / pool.tp / halves
+        exposed = comm = halves * c.skew * sum(low_latency_seconds(shape, pool, mine, c))
+    if halves == 2:
+        exposed = max(comm * (1 - c.hidden), comm - 2 * part.work)
+    return _join(shape, pool, part, halves, comm, exposed, tokens, tokens, c)
+
+
+def prefill_step(
+    shape: ModelShape, pool: Pool, tokens: float, length: float, c: Calibration, cached: float = 0.0
+) -> Step:
+    """tokens: prompt tokens of a GPU in a step, of prompts of `length`, of which `cached` positions
+    came from the cache and are attended to without being computed."""
+    across = pool.nodes > 1
+    comm = sum(normal_seconds(shape, pool, tokens / pool.tp, c)) if pool.ep > 1 else 0.0
+    part = _prefill_parts(shape, pool, tokens, (length + cached) / 2, c)
+    exposed = comm
+    if pool.overlap and comm:
+        taken = c.comm_sms if across else 0
+        slower = pool.gpu.sms / (pool.gpu.sms - taken)
+        part = _Parts(*(x * slower for x in asdict(part).values()))
+        longer, shorter = max(part.work, comm), min(part.work, comm)
+        exposed = longer + (1 - c.normal_hidden) * shorter - part.work
+    return _join(shape, pool, part, 1, comm, exposed, tokens, tokens / max(length, 1.0), c)
+
+
+def _join(
+    shape: ModelShape,
+    pool: Pool,
+    part: _Parts,
+    halves: int,
+    comm: float,
+    exposed: float,
+    tokens: float,
+    sampled: float,
+    c: Calibration,
+) -> Step:
+    """All layers of a step. Dense layers have no all-to-all; the head is computed for `sampled`."""
+    moe, dense_layers = shape.moe_layers, shape.layers - shape.moe_layers
+    attention = halves * (part.projections + part.core + part.rest)
+    dense = dense_layers * _product(
+        pool.gpu, tokens / pool.tp, shape.dense, shape.weight_bytes, True, c
+    )
+    head = _product(pool.gpu, sampled, shape.embedding, 2.0, False, c)
+    factor = c.young if pool.young else 1.0
+    layers = shape.layers
+    seconds = layers * attention + moe * halves * (part.experts + part.shared) + dense + head
+    return Step(
+        projections=factor * layers * halves * part.projections,
+        core=factor * layers * halves * part.core,
+        experts=factor * moe * halves * part.experts,
+        shared=factor * moe * halves * part.shared,
+        dense=factor * dense,
+        rest=factor * layers * halves * part.rest,
+        head=factor * head,
+        comm=factor * moe * comm,
+        exposed=factor * moe * exposed,
+        seconds=factor * (seconds + moe * exposed),
+    )
+
+
+def _decode_parts(
+    shape: ModelShape, pool: Pool, tokens: float, context: float, c: Calibration
+) -> _Parts:
+    gpu, model = pool.gpu, shape.config
+    kv = shape.kv_bytes(pool.kv_fp8) / shape.layers
+    core = max(
+        tokens / pool.tp * shape.core_flops(context, True) / (gpu.bf16 * c.decode_core),
+        tokens * context * kv / (gpu.hbm * c.memory),
+    )
+    slots = (model.n_routed_experts + pool.redundant) / pool.ep
+    pairs = tokens / pool.tp * model.num_experts_per_tok * pool.balance
+    touched = slots * (1 - (1 - 1 / slots) ** pairs) if slots > 1 else min(slots, 1.0)
+    experts = c.expert_launch + max(
+        touched * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
+        2 * pairs * shape.expert / (gpu.fp8 * _share(gpu, c, c.grouped) * _fp8(shape)),
+    )
+    plain = shape.attention - shape.up
+    projections = _product(gpu, tokens, plain / pool.tp, shape.weight_bytes, True, c)
+    projections += _product(gpu, tokens, shape.up / pool.tp, 2.0, False, c)
+    shared = _product(gpu, tokens / pool.tp, shape.shared, shape.weight_bytes, True, c)
+    return _Parts(projections, core, experts, shared, _rest(shape, pool, tokens, c))
+
+
+def _prefill_parts(
+    shape: ModelShape, pool: Pool, tokens: float, attended: float, c: Calibration
+) -> _Parts:
+    gpu, model = pool.gpu, shape.config
+    core = tokens * shape.core_flops(attended, False) / (gpu.bf16 * c.prefill_core)
+    pairs = tokens / pool.tp * model.num_experts_per_tok * pool.balance
+    slots = (model.n_routed_experts + pool.redundant) / pool.ep
+    experts = c.expert_launch + max(
+        slots * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
+        2 * pairs * shape.expert / (gpu.fp8 * _share(gpu, c, c.grouped) * _fp8(shape)),
+    )
+    projections = _product(gpu, tokens, shape.attention / pool.tp, shape.weight_bytes, True, c)
+    shared = _product(gpu, tokens / pool.tp, shape.shared, shape.weight_bytes, True, c)
+    return _Parts(projections, core / pool.tp, experts, shared, _rest(shape, pool, tokens, c))
+
+
+def low_latency_seconds(
+    shape: ModelShape, pool: Pool, tokens: float, c: Calibration
+) -> tuple[float, float]:
+    """Dispatch, combine of one layer by low-latency kernels: one row a pick."""
+    sent = traffic.low_latency(shape, pool.ep, pool.nodes, pool.wire_fp8)
+    floor = c.floor_across if pool.nodes > 1 else c.floor_within
+    pairs = (
+        (sent.dispatch_within, sent.dispatch_across),
+        (sent.combine_within, sent.combine_across),
+    )
+    there, back = (floor + tokens * _wire(pool.gpu, *pair, c) for pair in pairs)
+    return there, back
+
+
+def normal_seconds(
+    shape: ModelShape, pool: Pool, tokens: float, c: Calibration
+) -> tuple[float, float]:
+    """Dispatch, combine of one layer by normal kernels: one row a node, forwarded within it."""
+    sent = traffic.node_aware(shape, pool.ep, pool.nodes, pool.wire_fp8)
+    pairs = (
+        (sent.dispatch_within, sent.dispatch_across),
+        (sent.combine_within, sent.combine_across),
+    )
+    there, back = (c.normal_floor + tokens * _wire(pool.gpu, *pair, c) for pair in pairs)
+    return there, back
+
+
+def _wire(gpu: Gpu, within: float, across: float, c: Calibration) -> float:
+    """Seconds of a token's bytes: NVLink and NIC work at the same time."""
+    return max(within / (gpu.nvlink * c.nvlink), across / (gpu.nic * c.nic))
+
+
+def _product(
+    gpu: Gpu, tokens: float, parameters: float, weight_bytes: float, fp8: bool, c: Calibration
+) -> float:
+    """T rows times so many weights: arithmetic, or the weights' bytes."""
+    peak = gpu.fp8 if fp8 and weight_bytes < 2 else gpu.bf16
+    flops = 2 * tokens * parameters
+    share = _share(gpu, c, c.ceiling)
+    return max(flops / (peak * share), parameters * weight_bytes / (gpu.hbm * c.memory))
+
+
+def _share(gpu: Gpu, c: Calibration, ceiling: float) -> float:
+    """Of the peak: a chip with many FLOPs for each byte waits for operands."""
+    return 1 / (1 / ceiling + gpu.fp8 / gpu.hbm / c.intensity)
+
+
+def _rest(shape: ModelShape, pool: Pool, tokens: float, c: Calibration) -> float:
+    """Small kernels; and, where attention is shared, its reduce-scatter and all-gather."""
+    hidden = 2 * shape.config.hidden_size
+    mine = tokens / pool.tp
+    shared = 2 * mine * hidden * (pool.tp - 1) / (pool.gpu.nvlink * c.nvlink)
+    return c.launch + mine * c.passes * hidden / (pool.gpu.hbm * c.memory) + shared
+
+
+def _fp8(shape: ModelShape) -> float:
+    """Of the FP8 peak that weights in BF16 can have."""
+    return 1.0 if shape.config.quantization else 0.5

@@ -1,0 +1,205 @@
+"""How far the model of times is from published measurements: point by point, and how it was fitted.
+
+Knows: published.toml, which constants were fitted on which points. `fit` is how the defaults of
+`Calibration` came about, kept so that anybody can repeat it; nothing runs it while serving.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from launch.capacity.hardware import profile
+from launch.capacity.known import load_shape
+from launch.capacity.shape import ModelShape
+from launch.capacity.times import (
+    Calibration,
+    Pool,
+    decode_step,
+    low_latency_seconds,
+    normal_seconds,
+    prefill_step,
+)
+
+# Constant -> where it is believed to lie before any point is seen, and how freely it may move (as a
+# share). Fitted together on all points marked `fitted`, by least squares of logarithms.
+FITTED: dict[str, tuple[float, float]] = {
+    "intensity": (895.0, 0.15),
+    "prefill_core": (0.45, 0.2),
+    "decode_core": (0.63, 0.1),
+    "passes": (30.0, 0.3),
+    "launch": (60e-6, 0.5),
+    "skew": (1.3, 0.15),
+    "hidden": (0.6, 0.2),
+    "young": (1.4, 0.5),
+    "lmsys_balance": (1.35, 0.1),
+}
+_ERROR = 0.05  # what a fitted point is believed to be known to, as a share
+
+
+@dataclass(frozen=True)
+class Point:
+    """measured and predicted in `unit`; error is predicted / measured - 1, None where nothing is
+    predicted, for the reason given."""
+
+    id: str
+    what: str
+    unit: str
+    measured: float
+    predicted: float | None
+    fitted: bool
+    reason: str
+    source: str
+
+    @property
+    def error(self) -> float | None:
+        return None if self.predicted is None else self.predicted / self.measured - 1
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error, "held_out": self._held_out}
+
+    @property
+    def _held_out(self) -> bool:
+        return self.predicted is not None and not self.fitted
+
+
+@dataclass(frozen=True)
+class Validation:
+    points: list[Point]
+
+    def median_error(self, *, fitted: bool | None = None, unit: str | None = None) -> float:
+        """Of absolute errors, of all that are predicted, or of some of them."""
+        return statistics.median(self._errors(fitted, unit))
+
+    def worst_error(self, *, fitted: bool | None = None) -> float:
+        return max(self._errors(fitted, None))
+
+    @property
+    def held_out_share(self) -> float:
+        predicted = [p for p in self.points if p.error is not None]
+        return sum(not p.fitted for p in predicted) / len(predicted)
+
+    def _errors(self, fitted: bool | None, unit: str | None) -> list[float]:
+        return [
+            abs(p.error)
+            for p in self.points
+            if p.error is not None
+            and (fitted is None or p.fitted == fitted)
+            and (unit is None or p.unit == unit)
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "points": [p.as_json() for p in self.points],
+            "median_error": self.median_error(),
+            "median_error_fitted": self.median_error(fitted=True),
+            "median_error_held_out": self.median_error(fitted=False),
+            "median_error_throughput": self.median_error(unit=_THROUGHPUT),
+            "worst_error_fitted": self.worst_error(fitted=True),
+            "held_out_share": self.held_out_share,
+            "fitted_constants": {name: getattr(Calibration(), name) for name in FITTED},
+        }
+
+
+_THROUGHPUT = "tok/s/node"
+
+
+def validate(calibration: Calibration | None = None) -> Validation:
+    """Every published point against the model of times."""
+    return Validation(list(_points(calibration or Calibration())))
+
+
+def _points(c: Calibration) -> Iterator[Point]:
+    published = _published()
+    for entry in published["point"]:
+        predict = entry.get("predict")
+        yield Point(
+            id=entry["id"],
+            what=entry["what"],
+            unit=entry.get("unit", _THROUGHPUT),
+            measured=float(entry["measured"]),
+            predicted=None if predict is None else _throughput(predict, c),
+            fitted=entry.get("fitted", False),
+            reason=entry.get("not_predicted", ""),
+            source=entry["source"],
+        )
+    for entry in published["kernels"]:
+        yield from _kernels(entry, c)
+
+
+def _throughput(predict: dict[str, Any], c: Calibration) -> float:
+    """Tokens a second a node."""
+    gpu = profile(predict["gpu"])
+    balance = c.lmsys_balance if predict.get("balance") == "lmsys" else 1.0
+    pool = Pool(
+        gpu,
+        predict["ep"],
+        redundant=predict.get("redundant", 0),
+        tp=predict.get("tp", 1),
+        balance=balance,
+        overlap=predict.get("overlap", True),
+        young=predict.get("young", False),
+    )
+    run = decode_step if predict["kind"] == "decode" else prefill_step
+    tokens, length = predict["tokens"], predict["length"]
+    step = run(_shape(predict.get("model", "deepseek-v3")), pool, tokens, length, c)
+    return gpu.per_node * tokens / step.seconds / pool.tp
+
+
+def _kernels(entry: dict[str, Any], c: Calibration) -> Iterator[Point]:
+    shape = _shape("deepseek-v3")
+    if not entry.get("grouped", True):
+        shape = ModelShape(replace(shape.config, n_group=1, topk_group=1))
+    run = low_latency_seconds if entry["kind"] == "low_latency" else normal_seconds
+    for i, ranks in enumerate(entry["ranks"]):
+        there, back = run(shape, Pool(profile(entry["gpu"]), ranks), entry["tokens"], c)
+        for name, seconds in (("dispatch", there), ("combine", back)):
+            yield Point(
+                id=entry["id"],
+                what=f"{entry['what']}, EP{ranks} {name}",
+                unit="us",
+                measured=float(entry[f"{name}_us"][i]),
+                predicted=seconds * 1e6,
+                fitted=entry.get("fitted", False),
+                reason="",
+                source=entry["source"],
+            )
+
+
+def fit(start: Calibration | None = None) -> Calibration:
+    """The constants of `FITTED` anew, by bounded least squares from their priors."""
+    from scipy.optimize import least_squares
+
+    base = start or Calibration()
+    names = list(FITTED)
+
+    def made(logs: Any) -> Calibration:
+        values: dict[str, Any] = {n: math.exp(x) for n, x in zip(names, logs, strict=True)}
+        return replace(base, **values)
+
+    def residuals(logs: Any) -> list[float]:
+        points = [p for p in validate(made(logs)).points if p.fitted and p.unit == _THROUGHPUT]
+        found = [math.log(1 + (p.error or 0.0)) / _ERROR for p in points]
+        return found + [
+            (x - math.log(FITTED[n][0])) / FITTED[n][1] for n, x in zip(names, logs, strict=True)
+        ]
+
+    start_at = [math.log(FITTED[n][0]) for n in names]
+    return made(least_squares(residuals, start_at).x)
+
+
+@lru_cache(maxsize=1)
+def _published() -> dict[str, Any]:
+    text = resources.files("launch.capacity").joinpath("published.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+@lru_cache(maxsize=8)
+def _shape(model: str) -> ModelShape:
+    return load_shape(model)
