@@ -74,6 +74,7 @@ FLAGS = (
         "parallel", "layout", "NAME", "prefill-ep32, decode-ep144 or decode-ep320: sets the above"
     ),
     Flag("parallel", "dispatch", "NAME", "How tokens travel; or prefill=NAME,decode=NAME", "auto"),
+    Flag("parallel", "wire", "NAME", "How rows travel to experts: auto, model or fp8", "auto"),
     Flag("parallel", "overlap", "N", "Tokens from which halves overlap; auto or off", "auto"),
     Flag("parallel", "emulate", "", "On CPUs, the emulation of what --dispatch names", "off"),
     Flag("cache", "block_size", "N", "Tokens a KV block", "16"),

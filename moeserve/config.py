@@ -79,6 +79,8 @@ class ParallelSection(Section):
     shared_expert: Literal["replicated", "hosted"] = "replicated"
     layout: str | None = None  # a preset (ep/presets.py): sets ep, redundant_experts, shared_expert
     dispatch: str = "auto"  # or a backend's name, or prefill=NAME,decode=NAME
+    # How hidden rows travel to experts (auto: FP8 on GPUs for FP8 checkpoints; dispatch_wire.py)
+    wire: Literal["auto", "model", "fp8"] = "auto"
     # Agreed tokens a rank from which a step goes in two halves; 0: never; None: auto (overlap.py)
     overlap: Threshold = Field(None, ge=0)
     emulate: bool = False  # of a backend that wants GPUs, its emulation on CPUs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dispatch.base import DispatchConfig, Dispatcher
+from dispatch.base import DispatchConfig, Dispatcher, WireFormat
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.checkpoint import preflight
@@ -39,6 +39,7 @@ def load_model(
     with_mtp: bool = True,
     config: DeepSeekConfig | None = None,
     max_tokens_per_rank: int = 8192,
+    wire: WireFormat = WireFormat.MODEL,
     max_positions: int | None = None,
     num_threads: int = 4,
     device: torch.device | str = "cpu",
@@ -49,9 +50,10 @@ def load_model(
     with the same results; "auto" keeps them where the kernels are no slower with them.
     placement None: the trivial one, no redundant experts. progress(done bytes, total bytes, MB/s).
     with_mtp: load MTP layers if the config has any. max_tokens_per_rank: most tokens of one step,
-    what the dispatcher's buffers are made for. The model's `weights.notes` say what was left out or
-    decided: print them once. Raises UnsupportedModel, ConfigError, CheckpointError; PlacementError
-    for a placement that does not fit, ValueError for another dtype.
+    what the dispatcher's buffers are made for. wire: how rows travel to experts. The model's
+    `weights.notes` say what was left out or decided: print them once. Raises UnsupportedModel,
+    ConfigError, CheckpointError; PlacementError for a placement that does not fit, ValueError for
+    another dtype.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: valid are {', '.join(map(str, DTYPES))}")
@@ -91,6 +93,7 @@ def load_model(
             max_tokens_per_rank=max_tokens_per_rank,
             dtype=dtype,
             deterministic=deterministic,
+            wire=wire,
         )
     )
     return DeepSeekModel(
