@@ -13,6 +13,7 @@ from typing import Any
 
 from dispatch.base import BufferPlan, DispatchConfig, Dispatcher, DispatchError, Probe
 from dispatch.deepep import LL_MAX_TOKENS, ll_token_step
+from dispatch.deepep_buffer import shared_hooks, shared_plan
 from dispatch.phased import PhasedDispatcher
 
 PHASES = ("prefill", "decode")
@@ -140,7 +141,11 @@ class Choice:
         return self.prefill, self.decode
 
     def plan(self, group: Any) -> BufferPlan:
-        """Bytes on this rank. Both phases hold theirs; layers of one only are in flight."""
+        """Bytes on this rank. Both phases hold theirs, or share a buffer; layers of one only are in
+        flight."""
+        shared = shared_plan(group, [(part.kind, part.config) for part in self.parts])
+        if shared is not None:
+            return shared
         plans = [part.kind.plan(group, part.config) for part in self.parts]
         return BufferPlan(sum(p.held for p in plans), max(p.passing for p in plans))
 
@@ -148,6 +153,8 @@ class Choice:
         """Collective. hooks go to the backends. DispatchError if one refuses after all, or if the
         two hand results home in different forms; nothing stays open then."""
         made: list[Dispatcher] = []
+        parts = [(part.kind, part.config) for part in self.parts]
+        hooks |= shared_hooks(group, parts, hooks.get("enable_shrink", False))
         try:
             for part in self.parts:
                 made.append(part.kind.open(group, part.config, **hooks))
@@ -155,6 +162,8 @@ class Choice:
         except BaseException:
             for dispatcher in made:
                 dispatcher.close()
+            if "buffer" in hooks:
+                hooks["buffer"].close()
             raise
 
     def describe(self) -> str:

@@ -10,11 +10,11 @@ Knows how the parts fit together. Knows nothing of sockets or of stepping.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
-from dispatch import create_dispatcher
 from dispatch.base import DispatchConfig, Dispatcher
 from ep.group import EPGroup
 from ep.load import LoadWindow
@@ -27,7 +27,7 @@ from moeserve.memory import CachePlan, CacheTooSmall
 from moeserve.overlap import decide_overlap
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
-from moeserve.rebalancing.build import open_rebalancer, our_planner
+from moeserve.rebalancing.build import open_rebalancer, our_planner, staging_bytes
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
@@ -46,13 +46,14 @@ def build_engine(
     progress("rendezvous", 0, 0)
     start = prepare(config, group)
     with_mtp = start.with_mtp
+    opening = _Opening(group, start)
     model = load_model(
         config.model.checkpoint,
         dtype=start.dtype,
         weights=config.model.weights,
         kernels=start.kernels.kernels,
         group=group,
-        dispatcher_factory=_dispatcher_factory(config, group, start),
+        dispatcher_factory=opening,
         placement=start.placement,
         deterministic=config.engine.deterministic,
         progress=lambda done, total, rate: progress("weights", done, total),
@@ -63,7 +64,13 @@ def build_engine(
     start.notes.extend(model.weights.notes)
 
     progress("cache", 0, 0)
-    plan = _plan_cache(config, group, start, model.cache_spec.bytes_per_token())
+    beside = {
+        "dispatch_buffers": start.dispatchers.plan(group).total,
+        "rebalance_staging": staging_bytes(config, group, model, start.placement),
+    }
+    plan = _plan_cache(
+        config, group, start, model.cache_spec.bytes_per_token(), opening.available, beside
+    )
     start.notes.append(plan.describe())
     pages = model.cache_spec.allocate(plan.num_blocks, plan.block_size, model.device)
     cache = BlockCache(
@@ -119,27 +126,36 @@ def build_engine(
 # -- parts --------------------------------------------------------------------------------------
 
 
-def _dispatcher_factory(
-    config: ServeConfig, group: EPGroup, start: StartUp
-) -> Callable[[DispatchConfig], Dispatcher]:
-    def make(dispatch: DispatchConfig) -> Dispatcher:
-        choice = create_dispatcher(
-            config.parallel.dispatch,
-            group,
-            dispatch,
-            combine_pairs=start.kernels.kernels.combine_pairs,
-        )
-        start.notes.append(choice.describe())
-        return choice.dispatcher
+class _Opening:
+    """Makes the dispatcher that was agreed on, once the weights lie in place. available: bytes of
+    this machine just before, when all ranks have their weights and none its buffers."""
 
-    return make
+    def __init__(self, group: EPGroup, start: StartUp) -> None:
+        self._group, self._start = group, start
+        self.available = 0
+
+    def __call__(self, asked: DispatchConfig) -> Dispatcher:
+        """asked: nothing new; each phase's sizes have been in the choice since `prepare`."""
+        start = self._start
+        gather_objects(self._group, None)
+        self.available = psutil.virtual_memory().available
+        gather_objects(self._group, None)  # nobody opens before all have looked
+        dispatcher = start.dispatchers.open(
+            self._group, combine_pairs=start.kernels.kernels.combine_pairs
+        )
+        start.notes.append("; ".join([start.dispatchers.describe(), *dispatcher.notes]))
+        return dispatcher
 
 
 def _plan_cache(
-    config: ServeConfig, group: EPGroup, start: StartUp, bytes_per_token: int
+    config: ServeConfig,
+    group: EPGroup,
+    start: StartUp,
+    bytes_per_token: int,
+    available: int,
+    beside: dict[str, int],
 ) -> CachePlan:
     """Each rank sizes its pool by its own machine; the longest sequence is agreed."""
-    gather_objects(group, None)  # all have their weights: what is available now is what is left
     problems: list[str] = []
     plan: CachePlan | None = None
     try:
@@ -147,15 +163,16 @@ def _plan_cache(
             config,
             bytes_per_token,
             start.model.max_position_embeddings,
-            psutil.virtual_memory().available,
+            available,
             group.ranks_per_node,
+            beside,
         )
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")
     agree_on_problems(group, problems)
     assert plan is not None
     length = agree_min(group, plan.max_model_len)
-    return CachePlan(plan.num_blocks, plan.block_size, length, plan.bytes_per_token, plan.reason)
+    return replace(plan, max_model_len=length)
 
 
 def _warm_up(engine: Engine) -> None:
@@ -171,7 +188,7 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
     return {
         "ep": config.parallel.ep,
         "deterministic": config.engine.deterministic,
-        "dispatch": config.parallel.dispatch,
+        "dispatch": [(x.backend, x.config.max_tokens_per_rank) for x in start.dispatchers.parts],
         "overlap": config.parallel.overlap,
         "dtype": str(start.dtype),
         "checkpoint": start.fingerprint,
@@ -182,7 +199,8 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
 def _info(
     config: ServeConfig, group: EPGroup, start: StartUp, plan: CachePlan, model: Any
 ) -> dict[str, object]:
-    memory = dict(model.memory_bytes()) | {"kv_cache": plan.num_bytes}
+    memory = dict(model.memory_bytes()) | {"kv_cache": plan.num_bytes} | dict(plan.beside)
+    chosen = start.dispatchers
     return {
         "model_type": start.model.model_type,
         "vocab_size": start.model.vocab_size,
@@ -191,6 +209,7 @@ def _info(
         "kernels": start.kernels.reason.removeprefix("kernels: "),
         "weights": "FP8" if model.weights.keeps_fp8 else str(start.dtype).removeprefix("torch."),
         "dispatcher": model.dispatcher.name,
+        "dispatch": chosen.report() | {"buffers_bytes": chosen.plan(group).total},
         "ranks": group.size,
         "memory_bytes": memory,
         "kv_tokens": plan.num_tokens,

@@ -7,16 +7,17 @@ no weights, allocates nothing. What "auto" resolved to is collected in `StartUp.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from dispatch import dispatcher_names, probe_all
 from dispatch.base import DispatchConfig
+from dispatch.choice import Choice
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from ep.presets import PRESETS
@@ -27,9 +28,10 @@ from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
+from moeserve.dispatching import Offer, agree_on_dispatcher, make_offer, read_wish
 from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
-from moeserve.memory import CachePlan, CacheTooSmall, plan_cache
+from moeserve.memory import CachePlan, CacheTooSmall, plan_cache, shortage
 from moeserve.placing import first_placement
 from moeserve.rebalancing.build import rebalance_problems
 from moeserve.terminal import counted
@@ -41,7 +43,8 @@ _LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "engi
 
 @dataclass
 class StartUp:
-    """What the checks resolved: every "auto" has become a value here."""
+    """What the checks resolved: every "auto" has become a value here. dispatch: prefill's sizes.
+    known_bytes: what this rank will want at least, by kind, as far as it is known."""
 
     model: DeepSeekConfig
     dtype: torch.dtype
@@ -50,20 +53,39 @@ class StartUp:
     kernels: KernelChoice
     dispatch: DispatchConfig
     fingerprint: str
+    known_bytes: dict[str, int]
     notes: list[str] = field(default_factory=list)
+    chosen: Choice | None = None  # set once all ranks have agreed
+
+    @property
+    def dispatchers(self) -> Choice:
+        assert self.chosen is not None
+        return self.chosen
 
 
 def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
     """All checks that need no weights; ConfigError with every problem of every rank."""
     problems: list[str] = []
-    start = _resolve(config, group, problems)
+    offers: list[Offer] = []
+    start = _resolve(config, group, problems, offers)
+    wish = read_wish(config, problems)
+    choice = agree_on_dispatcher(group, wish, offers[0] if offers else None, problems)
+    if start is not None and choice is not None:
+        start.chosen = choice
+        start.known_bytes["dispatch_buffers"] = choice.plan(group).total
+        here = psutil.virtual_memory().available
+        short = shortage(start.known_bytes, here, group.ranks_per_node)
+        problems += [short] if short else []
     agree_on_problems(group, problems)
     assert start is not None
     agree_on(group, _shared_settings(config, start))
     return start
 
 
-def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartUp | None:
+def _resolve(
+    config: ServeConfig, group: EPGroup, problems: list[str], offers: list[Offer]
+) -> StartUp | None:
+    """offers: gets this rank's, as soon as the model's sizes are known, whatever else is wrong."""
     folder = config.model.checkpoint
     model, found = read_model(folder)
     problems += found
@@ -73,18 +95,13 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
             f"start it with --ep {group.size} or as many processes as --ep says"
         )
     kernels = _kernels(config, problems)
-    names = ["auto", *dispatcher_names()]
-    if config.parallel.dispatch not in names:
-        problems.append(
-            f"parallel.dispatch={config.parallel.dispatch!r}: unknown; valid are {', '.join(names)}"
-        )
     if model is None:  # nothing that depends on it can be said
         return None
     notes: list[str] = []
     dtype = _dtype(config, model, folder, notes)
     kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
-    _check_lengths(config, model, dtype, with_mtp, problems)
+    cache = _check_lengths(config, model, dtype, with_mtp, problems)
     placement = first_placement(config, model, group, with_mtp, problems)
     if placement is None or kernels is None:
         return None
@@ -102,7 +119,7 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
         dtype=dtype,
         deterministic=config.engine.deterministic,
     )
-    _check_dispatch(config, group, dispatch, problems)
+    offers.append(make_offer(config, group, dispatch))
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None
@@ -126,7 +143,11 @@ def _resolve(config: ServeConfig, group: EPGroup, problems: list[str]) -> StartU
             f"{counted(copies, 'replica')} of it in every layer"
         )
     fingerprint = checkpoint_fingerprint(folder, plan.index.files)
-    return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, notes)
+    known = {
+        "weights": min(plan.total_bytes, sum(plan.memory_bytes(dtype.itemsize).values())),
+        "kv_cache": 0 if cache is None else cache.num_bytes,
+    }
+    return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, known, notes)
 
 
 def _kernels(config: ServeConfig, problems: list[str]) -> KernelChoice | None:
@@ -174,34 +195,23 @@ def _check_lengths(
     dtype: torch.dtype,
     with_mtp: bool,
     problems: list[str],
-) -> None:
+) -> CachePlan | None:
+    """The cache, where its size was given."""
     most = model.max_position_embeddings
     wanted = config.schedule.max_model_len
     if wanted is not None and wanted > most:
         problems.append(
             f"schedule.max_model_len={wanted}: this model has {most} positions; at most {most}"
         )
-        return
+        return None
     if config.cache.kv_tokens is None and config.cache.kv_memory is None:
-        return  # sized by what is available once the weights lie in place
+        return None  # sized by what is available once the weights lie in place
     layers = model.num_hidden_layers + (model.num_mtp_layers if with_mtp else 0)
     try:
-        size_cache(config, layers * model.cache_width * dtype.itemsize, most, 0, 1)
+        return size_cache(config, layers * model.cache_width * dtype.itemsize, most, 0, 1)
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")
-
-
-def _check_dispatch(
-    config: ServeConfig, group: EPGroup, dispatch: DispatchConfig, problems: list[str]
-) -> None:
-    probes = probe_all(group, dispatch)
-    name = config.parallel.dispatch
-    if name == "auto":
-        if not any(p.ok for p in probes.values()):
-            reasons = "; ".join(f"{n}: {p.reason}" for n, p in probes.items())
-            problems.append(f"parallel.dispatch='auto': no dispatcher can run here ({reasons})")
-    elif name in probes and not probes[name].ok:
-        problems.append(f"parallel.dispatch={name!r}: cannot run here: {probes[name].reason}")
+        return None
 
 
 # -- agreements ---------------------------------------------------------------------------------
@@ -240,8 +250,14 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
 
 
 def size_cache(
-    config: ServeConfig, bytes_per_token: int, model_len: int, available: int, ranks_here: int
+    config: ServeConfig,
+    bytes_per_token: int,
+    model_len: int,
+    available: int,
+    ranks_here: int,
+    beside: Mapping[str, int] | None = None,
 ) -> CachePlan:
+    """`plan_cache` with the settings' values."""
     return plan_cache(
         bytes_per_token=bytes_per_token,
         block_size=config.cache.block_size,
@@ -252,4 +268,5 @@ def size_cache(
         kv_memory=config.cache.kv_memory,
         available_bytes=available,
         ranks_here=ranks_here,
+        beside=beside,
     )

@@ -95,7 +95,7 @@ def open_rebalancer(
     """Collective, in a group of more than one rank. None, and a note, where experts cannot move;
     ConfigError on all ranks alike if they were to move by themselves."""
     slots = model.expert_weights()
-    sizes = [int(weights.bundle(0).numel()) if weights.num_slots else 0 for weights in slots]
+    sizes = _bundle_bytes(model)
     problem = _differing(
         gather_objects(group, list(zip(model.bundle_layouts(), sizes, strict=True)))
     )
@@ -120,12 +120,11 @@ def open_rebalancer(
     assert transfer is not None
     transfer.connect(gather_objects(group, transfer.address))
     section = config.rebalance
-    one_layer = max(sizes) * placement.num_local_experts
     maker = PlanMaker(
         planner,
         RebalancePolicy(section.threshold, section.min_gain, section.min_picks),
         sizes,
-        section.max_staging_bytes or one_layer,
+        section.max_staging_bytes or max(sizes) * placement.num_local_experts,
         group.ranks_per_node,
         section.max_rate,
         planner_options(config),
@@ -143,6 +142,21 @@ def open_rebalancer(
         return recorder.window.totals()
 
     return Rebalancer(group, model, placement, window, transfer, maker, options, say)
+
+
+def staging_bytes(
+    config: ServeConfig, group: EPGroup, model: MovableModel, placement: ExpertPlacement
+) -> int:
+    """The most spare bytes that moving experts, by itself or as operators ask, takes on a rank."""
+    if group.size == 1:
+        return 0
+    layers = [size * placement.num_local_experts for size in _bundle_bytes(model)]
+    return min(config.rebalance.max_staging_bytes or max(layers), sum(layers))
+
+
+def _bundle_bytes(model: MovableModel) -> list[int]:
+    """Of an expert, by placement row."""
+    return [int(x.bundle(0).numel()) if x.num_slots else 0 for x in model.expert_weights()]
 
 
 def _differing(everyone: list[list[tuple[str, int]]]) -> str:
