@@ -1,0 +1,138 @@
+"""What a pool gives: tokens a second, times that users see, what a million tokens cost.
+
+Knows: the model of times, what drafts gain, prices. Knows nothing of how pools are chosen
+(`search`) or shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.capacity import traffic
+from launch.capacity.deployment import Deployment
+from launch.capacity.times import Calibration, Step, decode_step, prefill_step
+
+CACHE_READ = 5e9  # bytes a second of a GPU at which cached latents come from host memory or a peer
+_MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Means over requests: prompt and output tokens, share of prompt tokens found in the cache."""
+
+    input_tokens: int = 4096
+    output_tokens: int = 1024
+    cached_share: float = 0.0
+
+    @property
+    def context(self) -> float:
+        """Positions that a decoding sequence attends to, half of its output written."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one pool. tokens_per_s: of all its GPUs; prefill: computed prompt tokens, decode: output.
+    ttft, tpot, itl: seconds; None where the pool's phase has none. cost: dollars a million."""
+
+    step: Step
+    tokens_per_s: float
+    per_gpu: float
+    per_node: float
+    ttft: float | None
+    tpot: float | None
+    tokens_a_step: float  # output tokens of a sequence: 1, more with drafts
+    mtp_gain: float  # tokens a second with drafts over without
+    traffic: traffic.Traffic
+    cost: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.per_gpu,
+            "tokens_per_s_per_node": self.per_node,
+            "ttft_s": self.ttft,
+            "tpot_s": self.tpot,
+            "tokens_a_step": self.tokens_a_step,
+            "mtp_gain": self.mtp_gain,
+            "step_s": self.step.as_json(),
+            "traffic_bytes_per_token_per_layer": asdict(self.traffic),
+            "cost_per_million": self.cost,
+        }
+
+
+def predict(
+    d: Deployment, work: Workload, price: float | None = None, c: Calibration | None = None
+) -> Prediction:
+    """price: dollars of a GPU-hour; None: the profile's."""
+    c = c or Calibration()
+    a_second = (d.gpu.price if price is None else price) / 3600
+    if d.phase == "prefill":
+        return _prefill(d, work, a_second, c)
+    return _decode(d, work, a_second, c)
+
+
+def mean_accepted(acceptance: float, drafts: int) -> float:
+    """Tokens of a step: one, and drafts until the first that is refused (Leviathan et al., 2023,
+    equation 1)."""
+    if acceptance >= 1:
+        return 1.0 + drafts
+    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+def _decode(d: Deployment, work: Workload, a_second: float, c: Calibration) -> Prediction:
+    pool = d.pool()
+    step = _decode_once(d, work, d.drafts, c)
+    gained = mean_accepted(d.acceptance, d.drafts)
+    tpot = step.seconds / gained
+    per_gpu = d.sequences / d.tp / tpot
+    plain = d.sequences / d.tp / _decode_once(d, work, 0, c).seconds
+    return Prediction(
+        step,
+        tokens_per_s=per_gpu * d.gpus,
+        per_gpu=per_gpu,
+        per_node=per_gpu * d.gpu.per_node,
+        ttft=None,
+        tpot=tpot,
+        tokens_a_step=gained,
+        mtp_gain=per_gpu / plain,
+        traffic=traffic.low_latency(d.shape, d.gpus, pool.nodes, d.wire_fp8),
+        cost={"output": a_second / per_gpu * _MILLION},
+    )
+
+
+def _decode_once(d: Deployment, work: Workload, drafts: int, c: Calibration) -> Step:
+    """A step that verifies so many drafts, and the MTP layer that makes them, one after another."""
+    step = decode_step(d.shape, d.pool(), d.sequences * (1 + drafts), work.context, c)
+    if not drafts:
+        return step
+    one = decode_step(d.shape, d.pool(), d.sequences, work.context, c)
+    layer = (one.seconds - one.head - one.dense) / d.shape.layers + one.head
+    return Step(**(asdict(step) | {"seconds": step.seconds + drafts * layer}))
+
+
+def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration) -> Prediction:
+    pool = d.pool()
+    cached = work.input_tokens * work.cached_share
+    computed = max(work.input_tokens - cached, 1.0)
+    step = prefill_step(d.shape, pool, d.tokens, work.input_tokens, c, cached)
+    per_gpu = d.tokens / d.tp / step.seconds
+    # A prompt that finds an idle GPU: as many steps as it fills, the last one no shorter.
+    alone = prefill_step(
+        d.shape, pool, min(computed, d.tokens), work.input_tokens, c, cached
+    ).seconds
+    steps = max(computed / d.tokens, 1.0)
+    read = d.shape.kv_bytes(d.kv_fp8) / CACHE_READ
+    return Prediction(
+        step,
+        tokens_per_s=per_gpu * d.gpus,
+        per_gpu=per_gpu,
+        per_node=per_gpu * d.gpu.per_node,
+        ttft=steps * alone + cached * read,
+        tpot=None,
+        tokens_a_step=1.0,
+        mtp_gain=1.0,
+        traffic=traffic.node_aware(d.shape, d.gpus, pool.nodes, d.wire_fp8),
+        cost={"input": a_second / per_gpu * _MILLION, "cached": a_second * read * _MILLION},
+    )
