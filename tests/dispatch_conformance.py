@@ -1,5 +1,5 @@
-"""What every dispatcher must do, whatever it is made of: one list of situations, one table of those
-that are put to it. A new backend is one line in `CONTENDERS`.
+"""What every dispatcher must do, whatever it is made of: one table of those that are put to one
+list of situations (dispatch_trials.py). A new backend is one entry in `CONTENDERS`.
 
 Knows: the interface, the slow twin. Knows nothing of processes: the caller brings a group. Every
 check returns what it found wrong, as text; nothing means that all is well. All are collective.
@@ -8,14 +8,16 @@ check returns what it found wrong, as text; nothing means that all is well. All 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dispatch_trials import FEW, Shapes, Trial, Trials
 from torch import Tensor
 
 from dispatch import create_dispatcher
+from dispatch.allgather import AllGatherDispatcher
 from dispatch.base import (
     CombineForm,
     DispatchConfig,
@@ -25,23 +27,15 @@ from dispatch.base import (
     Layout,
     PeerError,
     Received,
+    WireFormat,
 )
+from dispatch.collective import CollectiveDispatcher
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
-from dispatch.route import RoutingTable, route, token_keys
-from dispatch.selfcheck import (
-    CheckCase,
-    differences,
-    expected,
-    expert_output,
-    make_case,
-    outputs,
-    random_placement,
-)
+from dispatch.fp8 import dequantise, quantise
+from dispatch.local import LocalDispatcher
+from dispatch.selfcheck import CheckCase, differences, expert_output, outputs
 from ep.group import EPGroup
-from ep.placement import ExpertPlacement
 
-MOST = 12  # tokens of a rank
-EXPERTS = 24
 PATIENCE = 10.0  # seconds within which a step that fails has ended on every rank
 
 
@@ -49,229 +43,144 @@ PATIENCE = 10.0  # seconds within which a step that fails has ended on every ran
 class Contender:
     """One backend and what it is able to. The first of forms serves where one will do.
 
-    hidden: at which corners are tried. hidden_sizes, top_ks: of the shapes that it takes.
-    summed_error: of the largest result, in the SUMMED form in bfloat16; 0 is bit by bit. together:
-    when one rank refuses, all end at that layer (else peers wait for the backend's own timeout,
-    which is not tried). kind: its class, where its name alone would not make it. hooks: for its
-    constructor.
+    name: in reports, one of a kind. kind: its class. ranks: how many it is tried with. hidden: at
+    which corners are tried. hidden_sizes, top_ks: of the shapes that it takes. wire: how rows
+    travel. summed_error: of the largest result, in the SUMMED form in bfloat16; row_error: of the
+    same in any form, where it quantises in its own way; 0 is bit by bit. together: when one rank
+    refuses, all end at that layer (else peers wait until it is gone, see the tests of failures).
+    thousand: with how many ranks it makes a thousand steps. hooks: for its constructor.
     """
 
     name: str
+    kind: type[Dispatcher]
     ranks: tuple[int, ...] = (2, 4, 8)
     forms: tuple[CombineForm, ...] = (CombineForm.PAIRS, CombineForm.SUMMED)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     hidden: int = 128
     hidden_sizes: tuple[int, ...] = (128, 256, 512, 1024, 1536, 2048, 4096, 5120, 7168)
     top_ks: tuple[int, ...] = tuple(range(1, 12))
-    summed_error: float = 0.0
+    wire: WireFormat = WireFormat.MODEL
     layout: Layout = Layout.ROUTED
     deterministic: bool = True
+    summed_error: float = 0.0
+    row_error: float = 0.0
     together: bool = True
-    kind: Callable[..., Dispatcher] | None = None  # where its name alone would not make it
+    thousand: tuple[int, ...] = (2,)
     hooks: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def shapes(self) -> Shapes:
+        return Shapes(
+            self.dtypes,
+            self.hidden,
+            self.hidden_sizes,
+            self.top_ks,
+            self.deterministic,
+            self.wire,
+        )
+
     def make(self, group: EPGroup, config: DispatchConfig, form: CombineForm) -> Dispatcher:
-        if self.kind is not None:
-            return self.kind(group, config, combine_form=form, **self.hooks)
-        return create_dispatcher(
-            self.name, group, config, combine_form=form, **self.hooks
-        ).dispatcher
+        return self.kind.open(group, config, combine_form=form, **self.hooks)
 
     def tolerance(self, trial: Trial, form: CombineForm) -> float:
         """Absolute, of what comes home."""
-        if form is CombineForm.PAIRS or not self.summed_error:
+        share = self.row_error
+        if form is CombineForm.SUMMED:
+            share += self.summed_error * (1 if trial.config.dtype is torch.bfloat16 else 2**-16)
+        if not share:
             return 0.0
         homes = [home for home in trial.wanted[form][1] if home.numel()]
-        largest = max((float(home.abs().max()) for home in homes), default=0.0)
-        rounding = 1.0 if trial.config.dtype is torch.bfloat16 else 2**-16
-        return self.summed_error * rounding * largest
+        return share * max((float(home.abs().max()) for home in homes), default=0.0)
 
+
+_LL_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168)
 
 CONTENDERS = (
-    Contender("local", ranks=(1,)),
-    Contender("torch"),
+    Contender("local", LocalDispatcher, ranks=(1,), thousand=(1,)),
+    Contender(
+        "local, fp8",
+        LocalDispatcher,
+        ranks=(1,),
+        dtypes=(torch.bfloat16,),
+        wire=WireFormat.FP8,
+        thousand=(),
+    ),
+    Contender("torch", CollectiveDispatcher, thousand=(2, 4, 8)),
+    Contender("torch, fp8", CollectiveDispatcher, dtypes=(torch.bfloat16,), wire=WireFormat.FP8),
     # A sum in bfloat16 of up to 8 ranks' shares: an addition may round by 2**-8 of what it adds.
-    Contender("allgather", summed_error=7 * 2**-8),
+    Contender("allgather", AllGatherDispatcher, summed_error=7 * 2**-8),
+    Contender(
+        "allgather, fp8",
+        AllGatherDispatcher,
+        dtypes=(torch.bfloat16,),
+        wire=WireFormat.FP8_UE8M0,
+        summed_error=7 * 2**-8,
+    ),
     # FP8 within: 2**-4 of a value, and a bfloat16 sum.
     Contender(
         "deepep_ll (emulated)",
-        (2, 4, 8),
-        (CombineForm.SUMMED,),
-        (torch.bfloat16,),
+        EmulatedLowLatencyDispatcher,
+        forms=(CombineForm.SUMMED,),
+        dtypes=(torch.bfloat16,),
         hidden=2048,
-        hidden_sizes=(2048, 2560, 3072, 4096, 5120, 6144, 7168),
-        summed_error=2**-4 + 2**-8,
+        hidden_sizes=_LL_SIZES,
         layout=Layout.MASKED,
         deterministic=False,
+        summed_error=2**-8,
+        row_error=2**-4,
         together=False,
-        kind=EmulatedLowLatencyDispatcher,
     ),
 )
 
 
-# -- situations ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One layer of all ranks, and what must come of it. bound: agreed before, or None."""
-
-    name: str
-    config: DispatchConfig
-    case: CheckCase
-    bound: int | None
-    wanted: dict[CombineForm, tuple[list[Received], list[Tensor]]]
-
-
-# (generator, tokens, experts, top-k) -> ids [tokens, top-k] of logical experts, -1 masked
-Choose = Callable[[torch.Generator, int, int, int], Tensor]
-
-
-def _random(g: torch.Generator, rows: int, experts: int, top_k: int) -> Tensor:
-    return torch.rand(rows, experts, generator=g).argsort(dim=1)[:, :top_k]
-
-
-def _one_expert(g: torch.Generator, rows: int, experts: int, top_k: int) -> Tensor:
-    ids = torch.full((rows, top_k), -1)
-    ids[:, top_k // 2] = experts // 3
-    return ids
-
-
-def _few_experts(g: torch.Generator, rows: int, experts: int, top_k: int) -> Tensor:
-    return _random(g, rows, experts // 3, top_k) * 3
-
-
-def _skewed(g: torch.Generator, rows: int, experts: int, top_k: int) -> Tensor:
-    """Drawn without return, the i-th expert 1 / i as often as the first."""
-    share = 1.0 / torch.arange(1, experts + 1)
-    return torch.multinomial(share.expand(max(rows, 1), -1), top_k, generator=g)[:rows]
-
-
-def _case(
-    config: DispatchConfig,
-    placement: ExpertPlacement,
-    tokens: list[int],
-    seed: int,
-    choose: Choose,
-) -> CheckCase:
-    g = torch.Generator().manual_seed(seed)
-    table = RoutingTable.build(placement, 0)
-    xs, slots, weights = [], [], []
-    for rank, rows in enumerate(tokens):
-        xs.append(torch.randn(rows, config.hidden_size, generator=g).to(config.dtype))
-        ids = choose(g, rows, placement.num_logical_experts, config.top_k)
-        slots.append(route(ids.to(torch.int32), table, token_keys(rows, rank)))
-        weights.append(torch.rand(rows, config.top_k, generator=g))
-    return CheckCase(xs, slots, weights, placement)
-
-
-def _config(
-    contender: Contender, placement: ExpertPlacement, hidden: int, top_k: int, dtype: torch.dtype
-) -> DispatchConfig:
-    slots = placement.num_physical_experts
-    return DispatchConfig(hidden, top_k, slots, MOST, dtype, contender.deterministic)
-
-
-def _trial(name: str, config: DispatchConfig, case: CheckCase, bound: int | None = None) -> Trial:
-    return Trial(name, config, case, bound, {form: expected(case, form) for form in CombineForm})
-
-
-def corners(contender: Contender, num_ranks: int, dtype: torch.dtype) -> Iterator[Trial]:
-    """Every kind of work that a layer may meet, with and without copies and empty slots."""
-    some = [(5 * rank + 3) % 7 if rank % 3 != 2 else 0 for rank in range(num_ranks)]
-    one = [MOST if rank == num_ranks - 1 else 0 for rank in range(num_ranks)]
-    full, none = [MOST] * num_ranks, [0] * num_ranks
-    works: list[tuple[str, list[int], Choose | dict[str, Any]]] = [
-        ("idle ranks", some, _random),
-        ("no tokens at all", none, _random),
-        ("as many tokens as may be", full, _random),
-        ("one rank has them all", one, _random),
-        ("masked picks", some, {"masked": 0.4}),
-        ("every pick masked", some, {"masked": 1.1}),
-        ("one expert", full, _one_expert),
-        ("experts without tokens", some, _few_experts),
-        ("skewed", full, _skewed),
-        ("every pick on the first rank", some, {"to_rank": 0}),
-        ("every pick on the last rank", one, {"to_rank": num_ranks - 1}),
-    ]
-    for seed, (name, tokens, how) in enumerate(works):
-        # Copies: none, some (a slot or two stay empty), as many as experts.
-        redundant = (0, 1 + num_ranks // 2, EXPERTS)[seed % 3]
-        placement = random_placement(EXPERTS, num_ranks, redundant, seed, generation=seed)
-        config = _config(contender, placement, contender.hidden, 4, dtype)
-        if isinstance(how, dict):
-            case = make_case(config, placement, tokens, seed, **how)
-        else:
-            case = _case(config, placement, tokens, seed, how)
-        for bound in (None, max(tokens), MOST):
-            yield _trial(f"{name}, bound {bound}, {dtype}", config, case, bound)
-
-
-def shapes(contender: Contender, num_ranks: int) -> Iterator[Trial]:
-    """Each hidden size and each top-k at least once, not each with each."""
-    hidden_sizes, top_ks = contender.hidden_sizes, contender.top_ks
-    for i in range(max(len(hidden_sizes), len(top_ks))):
-        hidden, top_k = hidden_sizes[i % len(hidden_sizes)], top_ks[i % len(top_ks)]
-        placement = random_placement(EXPERTS, num_ranks, (i % 3) * num_ranks, i)
-        tokens = [(3 * rank + i) % 4 for rank in range(num_ranks)]
-        config = _config(contender, placement, hidden, top_k, torch.bfloat16)
-        case = _case(config, placement, tokens, i, _skewed if i % 2 else _random)
-        bound = None if i % 2 else max(tokens)
-        yield _trial(f"hidden {hidden}, top-k {top_k}", config, case, bound)
-
-
-def row_of(contender: Contender, num_ranks: int) -> list[Trial]:
-    """Layers of one configuration, for one dispatcher, back to back."""
-    row = []
-    for seed in range(7):
-        placement = random_placement(EXPERTS, num_ranks, num_ranks, seed, generation=seed)
-        tokens = [(seed * (rank + 2) + rank) % 5 * (seed != 3) for rank in range(num_ranks)]
-        config = _config(contender, placement, contender.hidden, 4, contender.dtypes[0])
-        case = _case(config, placement, tokens, seed, _skewed)
-        row.append(_trial(f"step {seed}", config, case, (None, max(tokens), MOST)[seed % 3]))
-    assert len({trial.config for trial in row}) == 1
-    return row
-
-
-@dataclass(frozen=True)
-class Trials:
-    """All that one contender is put to, for one number of ranks. Made once, before ranks start."""
-
-    single: list[Trial]
-    row: list[Trial]  # of one configuration: back to back through one dispatcher
-
-    @classmethod
-    def of(cls, contender: Contender, num_ranks: int) -> Trials:
-        single = [
-            trial for dtype in contender.dtypes for trial in corners(contender, num_ranks, dtype)
-        ]
-        single += shapes(contender, num_ranks)
-        return cls(single, row_of(contender, num_ranks))
+def trials_of(contenders: Iterable[Contender], num_ranks: int) -> dict[str, Trials]:
+    """By name. Contenders of the same shapes share what is computed ahead."""
+    made: dict[Shapes, Trials] = {}
+    for contender in contenders:
+        if contender.shapes not in made:
+            made[contender.shapes] = Trials.of(contender.shapes, num_ranks)
+    return {c.name: made[c.shapes] for c in contenders}
 
 
 # -- one layer, whatever the layout -------------------------------------------------------------
 
 
+def start(d: Dispatcher, trial: Trial, rank: int) -> Handle:
+    wire = WireFormat.MODEL if d.quantises else trial.config.wire
+    case = trial.case
+    return d.dispatch_start(case.rows(rank, wire), case.slots[rank], case.weights[rank])
+
+
 def hand_back(
     d: Dispatcher, handle: Handle, received: Received, case: CheckCase, rank: int
 ) -> None:
-    """The stand-in experts' part. In MASKED results what is not valid stays unread, and comes back
-    as NaN, which nobody may read either."""
-    if received.layout is not Layout.MASKED:
+    """The stand-in experts' part. What is not valid stays unread, and comes back as NaN, which
+    nobody may read either."""
+    if received.layout is Layout.ROUTED:
         d.combine_start(handle, outputs(received, case, rank, d.combine_form))
         return
-    held = case.placement.physical_to_logical[0][case.placement.slots_of(rank)].tolist()
-    y = torch.full(received.x.shape, torch.nan, dtype=received.x.dtype)
-    for slot, (expert, rows) in enumerate(zip(held, received.counts.tolist(), strict=True)):
-        ids = torch.full((rows,), expert)
-        y[slot, :rows] = expert_output(received.x[slot, :rows], ids)
+    x, dtype = received.x, d.config.dtype
+    if received.scales is not None:
+        x = dequantise(x, received.scales, received.scale_format, dtype)
+    held = torch.from_numpy(case.placement.physical_to_logical[0].copy())
+    mine = held[list(case.placement.slots_of(rank))]
+    y = torch.full(x.shape, torch.nan, dtype=dtype)
+    if received.layout is Layout.EXPANDED:
+        valid = received.slots[:, 0] >= 0
+        rows = expert_output(x[valid], mine[received.slots[valid, 0].to(torch.int64)])
+        if d.combine_form is CombineForm.SUMMED:
+            rows = (rows.to(torch.float32) * received.weights[valid]).to(dtype)
+        y[valid] = rows
+    else:
+        for slot, rows in enumerate(received.counts.tolist()):
+            y[slot, :rows] = expert_output(x[slot, :rows], mine[slot].expand(rows))
     d.combine_start(handle, y)
 
 
-def layer(d: Dispatcher, case: CheckCase, rank: int) -> tuple[Received, Tensor]:
-    handle = d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank])
+def layer(d: Dispatcher, trial: Trial, rank: int) -> tuple[Received, Tensor]:
+    handle = start(d, trial, rank)
     received = d.dispatch_finish(handle)
-    hand_back(d, handle, received, case, rank)
+    hand_back(d, handle, received, trial.case, rank)
     return received, d.combine_finish(handle)
 
 
@@ -283,8 +192,10 @@ def wrong_in(
     tolerance, wanted = contender.tolerance(trial, form), trial.wanted[form]
     if contender.layout is Layout.ROUTED:
         return differences(d, trial.case, rank, tolerance, wanted)
-    received, home = layer(d, trial.case, rank)
-    found = [] if torch.equal(received.counts, wanted[0][rank].counts) else ["received.counts"]
+    received, home = layer(d, trial, rank)
+    found = [] if received.layout is contender.layout else [f"layout: {received.layout.value}"]
+    if not torch.equal(received.counts, wanted[0][rank].counts):
+        found.append("received.counts")
     return found + differs(home, wanted[1][rank], tolerance)
 
 
@@ -314,42 +225,64 @@ def check_single(contender: Contender, group: EPGroup, trials: Trials) -> list[s
     return found
 
 
+def check_by_name(contender: Contender, group: EPGroup, trials: Trials) -> list[str]:
+    """The registry makes it, and no other."""
+    name, trial = contender.kind.name, trials.row[0]
+    try:
+        choice = create_dispatcher(name, group, trial.config, **contender.hooks)
+    except DispatchError as error:
+        return [str(error)]
+    choice.dispatcher.close()
+    return [] if type(choice.dispatcher) is contender.kind else [f"{name}: {choice.describe()}"]
+
+
 def check_steps(contender: Contender, group: EPGroup, trials: Trials, steps: int) -> list[str]:
     """Layer after layer through one dispatcher, bounds and placements changing; what came home
     stays as it was while the next layers are on their way."""
     form, found = contender.forms[0], []
     d = contender.make(group, trials.row[0].config, form)
+    tolerances = [contender.tolerance(trial, form) for trial in trials.row]
     kept: list[tuple[str, Tensor, Tensor, float]] = []
     for step in range(steps):
-        trial = trials.row[step % len(trials.row)]
+        at = step % len(trials.row)
+        trial = trials.row[at]
         d.set_step_bound(trial.bound)
-        _, home = layer(d, trial.case, group.rank)
+        _, home = layer(d, trial, group.rank)
         wanted = trial.wanted[form][1][group.rank]
-        kept = [*kept[-2:], (f"step {step}", home, wanted, contender.tolerance(trial, form))]
+        kept = [*kept[-2:], (f"step {step}", home, wanted, tolerances[at])]
         for name, mine, right, tolerance in kept:
             found += [f"{name}, seen at {step}: {w}" for w in differs(mine, right, tolerance)]
     if d.stats.calls != steps:
         found.append(f"{d.stats.calls} calls in {steps} steps")
+    d.close()
     return found
 
 
 def check_in_flight(contender: Contender, group: EPGroup, trials: Trials) -> list[str]:
-    """A second batch starts, under another placement, before the first has come home."""
+    """A second batch starts, under another placement, before the first has come home; one more than
+    the dispatcher says it can bear is refused, and harms nothing."""
     form, rank, found = contender.forms[0], group.rank, []
     d = contender.make(group, trials.row[0].config, form)
+    if d.max_in_flight == 1:
+        return ["max_in_flight=1: two batches cannot overlap"]
     for first, second in zip(trials.row, trials.row[1:], strict=False):
         pair = (first, second)
-        d.set_step_bound(MOST)
-        handles = [
-            d.dispatch_start(t.case.xs[rank], t.case.slots[rank], t.case.weights[rank])
-            for t in pair
-        ]
+        d.set_step_bound(FEW)
+        handles = [start(d, trial, rank) for trial in pair]
+        if d.max_in_flight == 2:
+            try:
+                start(d, first, rank)
+                found.append(f"{first.name}: a third batch was taken")
+            except DispatchError as error:
+                if "2" not in str(error):
+                    found.append(f"{first.name}: {error}")
         for handle, trial in zip(handles, pair, strict=True):
             hand_back(d, handle, d.dispatch_finish(handle), trial.case, rank)
         for handle, trial in reversed([*zip(handles, pair, strict=True)]):
             home, wanted = d.combine_finish(handle), trial.wanted[form][1][rank]
             wrong = differs(home, wanted, contender.tolerance(trial, form))
             found += [f"{first.name} and {second.name} in flight: {what}" for what in wrong]
+    d.close()
     return found
 
 
@@ -360,11 +293,13 @@ def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[
     trial, found, form = trials.row[1], [], contender.forms[0]
     d, rank, case = contender.make(group, trial.config, form), group.rank, trial.case
     culprit = min(1, group.size - 1)
-    for bound in (None, MOST):
+    for bound in (None, FEW):
         slots = case.slots[rank]
         if rank == culprit:
             slots = torch.full((1, trial.config.top_k), 10**6, dtype=torch.int32)
-        x = torch.zeros(slots.shape[0], trial.config.hidden_size, dtype=trial.config.dtype)
+        x: Any = torch.zeros(slots.shape[0], trial.config.hidden_size, dtype=trial.config.dtype)
+        if trial.config.wire is not WireFormat.MODEL and not d.quantises:
+            x = quantise(x, trial.config.wire)
         d.set_step_bound(bound)
         began, said = time.monotonic(), "nothing"
         try:
@@ -379,6 +314,7 @@ def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[
             found.append(f"bound {bound}: it took {took:.0f} s")
         d.set_step_bound(trial.bound)
         found += wrong_in(contender, d, trial, form, rank)
+    d.close()
     return found
 
 
@@ -387,6 +323,7 @@ def conform(contender: Contender, group: EPGroup, trials: Trials, steps: int) ->
     return {
         "situations": len(trials.single) * len(contender.forms),
         "found": {
+            "by name": check_by_name(contender, group, trials),
             "single": check_single(contender, group, trials),
             "steps": check_steps(contender, group, trials, steps),
             "in flight": check_in_flight(contender, group, trials),

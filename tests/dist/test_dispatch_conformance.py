@@ -15,12 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_conformance import CONTENDERS, PATIENCE, Contender, Trials, conform, hand_back, row_of
+from dispatch_conformance import (
+    CONTENDERS,
+    PATIENCE,
+    Contender,
+    conform,
+    hand_back,
+    start,
+    trials_of,
+)
+from dispatch_trials import Trials, row_of
 from gloo_ranks import fork_ranks, run_ranks
 from torch import Tensor
 
 from dispatch.base import CombineForm
 from dispatch.combine import combine_pairs
+from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from launch import failure
 
@@ -43,20 +53,24 @@ def passed(reports: list[dict[str, Any]], num_ranks: int) -> None:
 
 def test_one_rank_conforms() -> None:
     alone = {c.name: c for c in CONTENDERS if 1 in c.ranks}
-    assert list(alone) == ["local"]
+    assert list(alone) == ["local", "local, fp8"]
+    reports = {}
     for contender in alone.values():
-        trials = Trials.of(contender, 1)
+        trials = trials_of([contender], 1)[contender.name]
         report = conform(contender, EPGroup.single(), trials, steps=50)
-        passed([{contender.name: report}], 1)
+        reports[contender.name] = report
+    passed([reports], 1)
 
 
 def test_the_suite_can_fail() -> None:
     def wrong(y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return combine_pairs(y, index, weights) + 1e-6
 
-    contender = Contender("local", forms=(CombineForm.PAIRS,), hooks={"combine_pairs": wrong})
-    report = conform(contender, EPGroup.single(), Trials.of(contender, 1), steps=3)
-    assert all(report["found"].values())
+    forms, hooks = (CombineForm.PAIRS,), {"combine_pairs": wrong}
+    contender = Contender("wrong", LocalDispatcher, forms=forms, hooks=hooks)
+    trials = trials_of([contender], 1)["wrong"]
+    found = conform(contender, EPGroup.single(), trials, steps=3)["found"]
+    assert not found.pop("by name") and all(found.values())
 
 
 @pytest.mark.dist
@@ -98,7 +112,7 @@ def conforming(steps: int) -> int:
     trials: dict[str, Trials] = {}
 
     def before(_: Path) -> None:
-        trials.update({c.name: Trials.of(c, int(sys.argv[1])) for c in contenders})
+        trials.update(trials_of(contenders, int(sys.argv[1])))
 
     def body(group: EPGroup, _: Path) -> dict[str, Any]:
         return {c.name: conform(c, group, trials[c.name], steps) for c in contenders}
@@ -112,7 +126,7 @@ def breaking(name: str) -> int:
 
     def body(group: EPGroup, folder: Path) -> None:
         """Rank 1 raises once its tokens have arrived; each rank ends as a rank of a job does."""
-        rank, row, form = group.rank, row_of(contender, group.size), contender.forms[0]
+        rank, row, form = group.rank, row_of(contender.shapes, group.size), contender.forms[0]
         d = contender.make(group, row[0].config, form)
         torch.distributed.barrier()
         began, code = time.monotonic(), 0
@@ -120,7 +134,7 @@ def breaking(name: str) -> int:
             for step, trial in enumerate(row):
                 case = trial.case
                 d.set_step_bound(trial.bound)
-                handle = d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank])
+                handle = start(d, trial, rank)
                 received = d.dispatch_finish(handle)
                 if rank == 1 and step == 2:
                     raise ValueError(BROKEN)
