@@ -24,7 +24,6 @@ SWEPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SWEPT_HIDDEN = (1024, 2048, 4096, 7168)
 OTHER_TOKENS = (8, 512)  # beside a sweep of something else: a decode step, a prefill step
 SWEPT_RANKS, RANKS = 8, 2
-_EMULATED = "_emulated"
 
 
 @dataclass(frozen=True, order=True)
@@ -43,10 +42,7 @@ class Contender:
     backend: str
     wire: str
     form: str
-
-    @property
-    def emulated(self) -> bool:
-        return self.backend.endswith(_EMULATED)
+    emulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,10 @@ class DispatchFlags:
         return Asked(
             cells=cells,
             contenders=tuple(
-                Contender(name, wire, form) for name in backends for wire in wires for form in forms
+                Contender(name, wire, form, emulated)
+                for name, emulated in backends
+                for wire in wires
+                for form in forms
             ),
             top_k=self.top_k,
             experts=self.experts,
@@ -157,24 +156,20 @@ class DispatchFlags:
             plot=self.plot,
         )
 
-    def _backends(self, problems: list[str]) -> list[str]:
-        from dispatch import dispatcher_names
+    def _backends(self, problems: list[str]) -> list[tuple[str, bool]]:
+        """Names, and which are to be emulated."""
+        from dispatch import dispatcher_names, emulated_names
 
-        known = dispatcher_names()
-        if self.backends == "all":
-            # An emulation is for whoever asks for it; it then stands in for what it emulates.
-            stood_in = {name.removesuffix(_EMULATED) for name in known if name.endswith(_EMULATED)}
-            hidden = stood_in if self.emulate else {n for n in known if n.endswith(_EMULATED)}
-            return [name for name in known if name not in hidden]
-        named = _names("--dispatch", self.backends, known, problems, "all")
-        if not self.emulate:
-            return named
-        emulations = [n if n.endswith(_EMULATED) else f"{n}{_EMULATED}" for n in named]
-        found = [e if e in known else n for e, n in zip(emulations, named, strict=True)]
-        if named and not any(name.endswith(_EMULATED) for name in found):
-            those = ", ".join(n.removesuffix(_EMULATED) for n in known if n.endswith(_EMULATED))
-            problems.append(f"--emulate: of {self.backends} there is no emulation, but of {those}")
-        return list(dict.fromkeys(found))
+        known, emulations = dispatcher_names(), emulated_names()
+        names = known
+        if self.backends != "all":
+            names = _names("--dispatch", self.backends, known, problems, "all")
+        if self.emulate and names and not set(names) & set(emulations):
+            problems.append(
+                f"--emulate: of {self.backends} there is no emulation; name one of "
+                f"{', '.join(emulations)}, or all"
+            )
+        return [(name, self.emulate and name in emulations) for name in names]
 
     def _skew(self, problems: list[str]) -> Skew:
         kind, _, value = self.skew.partition(":")

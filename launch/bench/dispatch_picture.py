@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from launch.bench.dispatch_show import backend_of
+
 INK, PAPER, FAINT, GRID = "#1b1f24", "#ffffff", "#6b7280", "#e5e7eb"
 COLOURS = ("#2563eb", "#dc7018", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04")
 _MARKS = {"model": "o", "fp8": "^", "fp8_ue8m0": "s"}
@@ -26,7 +28,7 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
     figure = Figure(figsize=(width, height), dpi=150, facecolor=PAPER)
     FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False, sharey=True).reshape(-1)
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    backends = list(dict.fromkeys(backend_of(row) for row in rows))
     handles: dict[str, Any] = {}
     for panel, ranks in zip(panels, sizes, strict=False):
         _panel(panel, ranks, [row for row in rows if row["ranks"] == ranks], backends, handles)
@@ -55,13 +57,13 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
 def _panel(
     panel: Any, ranks: int, rows: list[dict[str, Any]], backends: list[str], handles: dict[str, Any]
 ) -> None:
-    ways = dict.fromkeys((row["backend"], row["wire"], row["form"]) for row in rows)
+    ways = dict.fromkeys((backend_of(row), row["wire"], row["form"]) for row in rows)
     forms = {row["form"] for row in rows}
     for backend, wire, form in ways:
         points = sorted(
             (_megabytes(row), row["both_ms"]["median"])
             for row in rows
-            if (row["backend"], row["wire"], row["form"]) == (backend, wire, form)
+            if (backend_of(row), row["wire"], row["form"]) == (backend, wire, form)
         )
         colour = COLOURS[backends.index(backend) % len(COLOURS)]
         (line,) = panel.plot(
@@ -69,13 +71,20 @@ def _panel(
             linestyle=_LINES[form], linewidth=1.5, alpha=1.0 if wire == "model" else 0.75,
         )  # fmt: skip
         handles.setdefault(f"{backend}, {wire}" + f", {form}" * (len(forms) > 1), line)
-    plain = sorted({(_megabytes(r), r["plain_ms"]["median"]) for r in rows if r["plain_ms"]})
-    if plain:
-        (line,) = panel.plot(
-            *zip(*plain, strict=True), color=INK, linestyle="--", linewidth=1.2, marker=".",
-            markersize=3,
-        )  # fmt: skip
-        handles.setdefault("plain all_to_all_single of the ideal bytes", line)
+    for wire, form in dict.fromkeys((wire, form) for _, wire, form in ways):
+        plain = sorted(
+            {
+                (_megabytes(row), row["plain_ms"]["median"])
+                for row in rows
+                if row["plain_ms"] and (row["wire"], row["form"]) == (wire, form)
+            }
+        )
+        if plain:
+            (line,) = panel.plot(
+                *zip(*plain, strict=True), color=INK, linestyle="--", linewidth=1.1,
+                marker=_MARKS[wire], markersize=3, alpha=0.7,
+            )  # fmt: skip
+            handles.setdefault("plain exchange of the ideal bytes (dashed)", line)
     if all(_megabytes(row) > 0 for row in rows):
         panel.set_xscale("log")
     panel.set_yscale("log")
@@ -86,6 +95,7 @@ def _panel(
     panel.tick_params(labelsize=8, colors=INK, length=2, which="both")
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(lambda value, _: "")
     for name, side in panel.spines.items():
         side.set_visible(name in ("left", "bottom"))
         side.set_color(FAINT)

@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 import torch
 
-from dispatch import create_dispatcher
+from dispatch import choose_dispatcher, parse_dispatch, probe_phases
 from dispatch.base import CombineForm, DispatchConfig, Dispatcher, DispatchError, WireFormat
+from dispatch.choice import PHASES, CannotRun, Choice
+from dispatch.deepep import ll_token_step
 from ep.group import EPGroup
 from launch.bench.dispatch_check import SMALL, run_layer, seen, wanted, wrong_home, wrong_in_small
 from launch.bench.dispatch_flags import Asked, Cell, Contender
@@ -134,26 +136,30 @@ class _CellRun:
         """A dispatcher whose results were found right, or why there is none; the same answer on
         every rank. WrongResult if they are not."""
         form = CombineForm(contender.form)
+        step = ll_token_step(self.group.size)  # buffers are made as a job makes them
         config = DispatchConfig(
             hidden_size=self.cell.hidden,
             top_k=self.asked.top_k,
             num_physical_experts=self.work.placement.num_physical_experts,
-            max_tokens_per_rank=self.cell.tokens,
+            max_tokens_per_rank=-(-self.cell.tokens // step) * step,
             dtype=DTYPE,
             deterministic=form is CombineForm.PAIRS,
             wire=WireFormat(contender.wire),
         )
         d, found = None, []
         try:
-            d = create_dispatcher(
-                contender.backend, self.group, config, combine_form=form
-            ).dispatcher
-            problem = self._memory_problem(d, config)
+            choice = self._choose(contender, config)
+            problem = self._memory_problem(choice)
             if problem is None:
+                d = choice.open(self.group, combine_form=form)
                 d.set_step_bound(self.cell.tokens)
                 found = self._wrong(d)
-        except DispatchError as error:  # of the shapes and formats that all ranks have alike
-            problem = str(error).removeprefix(f"dispatcher {contender.backend!r} refuses: ")
+        except CannotRun as error:
+            problem = "; ".join(
+                dict.fromkeys(w for r in error.refusals.values() for w in r.values())
+            )
+        except DispatchError as error:  # of what all ranks have alike
+            problem = str(error)
         except Exception as error:  # a library may raise anything where it is not at home
             if is_lost_peer(error):
                 raise
@@ -183,15 +189,22 @@ class _CellRun:
         want = wanted(seen(d.config, x), slots, weights, work.placement, d.combine_form)
         return found + wrong_home(d, home, want, self.group.size)
 
-    def _memory_problem(self, d: Dispatcher, config: DispatchConfig) -> str | None:
-        """Ranks share a machine's memory: what cannot fit is not tried."""
+    def _choose(self, contender: Contender, config: DispatchConfig) -> Choice:
+        """As a job does: all ranks say first what they can run. CannotRun on all alike."""
+        configs = dict.fromkeys(PHASES, config)
+        everyone = gather_objects(self.group, probe_phases(self.group, configs))
+        wish = parse_dispatch(contender.backend, contender.emulated)
+        return choose_dispatcher(wish, everyone, configs)
+
+    def _memory_problem(self, choice: Choice) -> str | None:
+        """Ranks share a machine's memory: what cannot fit is not tried. The same on every rank."""
         if self.device.type != "cpu":
             return None
-        need = type(d).plan(self.group, config).total * self.group.ranks_per_node
+        need = choice.plan(self.group).total * self.group.ranks_per_node
         free = psutil.virtual_memory().available * _MEMORY_SHARE
-        if need <= free:
-            return None
-        return f"needs {need / 1e9:.1f} GB on this machine; {free / 1e9:.1f} GB may be used"
+        said = f"needs {need / 1e9:.1f} GB of this machine; {free / 1e9:.1f} GB may be used"
+        problems = gather_objects(self.group, said if need > free else None)
+        return next((problem for problem in problems if problem is not None), None)
 
 
 def _spreads(times: Any) -> dict[str, Any]:

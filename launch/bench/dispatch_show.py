@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from launch.bench.dispatch_flags import Asked
 from launch.bench.screen import wide_console
-from launch.experts.units import show_bytes
 from moeserve.terminal import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 LEGEND = (
-    "ms: median p90 p99 over steps, each step's slowest rank. MB: all ranks, a layer; ideal: each "
-    "token once for each other rank\nthat wants it (hidden, scales, ids, weights), results as the "
-    "form says. plain: all_to_all_single of the ideal bytes in the\nsame steps; x plain: median of "
+    "over steps, of each step's slowest rank. MB, GB/s: all ranks together, both ways; ideal: each "
+    "token once for each other rank that wants it (hidden, scales, ids, weights), results as the "
+    "form says. plain: all_to_all_single of the ideal bytes in the same steps; x plain: median of "
     "the steps' ratios."
 )
+_FULL_WIDTH = 146
 EMULATED = (
     "emulated: DeepEP's calls, limits and layouts in Python over gloo. Its times say nothing of "
     "the library's; its bytes are what the library would send."
@@ -71,7 +71,7 @@ def words(
     if any(row["emulated"] and row["ok"] for row in rows):
         yield EMULATED
     notes = {
-        f"{row['backend']}: {note}" for row in rows if row["ok"] for note in row.get("notes", ())
+        f"{backend_of(row)}: {note}" for row in rows if row["ok"] for note in row.get("notes", ())
     }
     yield from sorted(notes)
     if any(row["ok"] for row in rows):
@@ -90,29 +90,36 @@ def show(
     where = f"{machine['cpu']}, {counted(machine['cores'], 'core')}"
     console.print(Text(f"machine: {where}, torch {machine['torch']}{machine['commit']}."))
     measured = [row for row in rows if row["ok"]]
+    full = console.width >= _FULL_WIDTH
     by_size = groupby(measured, key=lambda r: (r["ranks"], r["hidden"]))
     for (ranks, hidden), group in by_size:
-        console.print(_table(ranks, hidden, list(group)))
+        console.print(_table(ranks, hidden, list(group), full))
     if measured:
-        console.print(Text(LEGEND, style="dim"))
+        told = "median p90 p99" if full else "median (p90, p99: from 146 columns up)"
+        console.print(Text(f"ms: {told} {LEGEND}", style="dim"))
     for who, why in refusals(rows):
-        console.print(Text(f"not measured: {who}: {why}", style="yellow"))
+        hint = " (here: --form summed)" if "deterministic mode" in why else ""
+        console.print(Text(f"not measured: {who}: {why}{hint}", style="yellow"))
 
 
 def refusals(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Who and why; sizes are named where a backend ran at others."""
+    """Who and why. Wire and form are named where a backend does not refuse all for that reason,
+    sizes where it ran at others."""
     ran = {_way(row) for row in rows if row["ok"]}
-    ways: dict[str, list[str]] = {}  # by reason
+    reasons: dict[str, set[str]] = {}  # by backend; "" where it ran
+    for row in rows:
+        reasons.setdefault(backend_of(row), set()).add(row["reason"])
+    found: dict[str, list[str]] = {}  # by reason
     for row in rows:
         if row["ok"]:
             continue
-        who = _way(row)
-        if who in ran or len({_way(r) for r in rows}) == 1:
+        who = backend_of(row) if len(reasons[backend_of(row)]) == 1 else _way(row)
+        if _way(row) in ran:
             who += f" ({row['ranks']} ranks, {row['tokens']} tokens, hidden {row['hidden']})"
-        names = ways.setdefault(row["reason"], [])
+        names = found.setdefault(row["reason"], [])
         if who not in names:
             names.append(who)
-    return [(_joined(names), why) for why, names in ways.items()]
+    return [(_joined(names), why) for why, names in found.items()]
 
 
 def _joined(names: list[str], most: int = 4) -> str:
@@ -121,52 +128,60 @@ def _joined(names: list[str], most: int = 4) -> str:
 
 
 def _way(row: dict[str, Any]) -> str:
-    return f"{row['backend']} {row['wire']} {row['form']}"
+    return f"{backend_of(row)} {row['wire']} {row['form']}"
 
 
-def _table(ranks: int, hidden: int, rows: list[dict[str, Any]]) -> Table:
+def backend_of(row: dict[str, Any]) -> str:
+    return f"{row['backend']} (emulated)" if row["emulated"] else str(row["backend"])
+
+
+def _table(ranks: int, hidden: int, rows: list[dict[str, Any]], full: bool) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(
-        title=f"{counted(ranks, 'rank')}, hidden {hidden}", box=SIMPLE_HEAD, title_justify="left"
+        title=f"{counted(ranks, 'rank')}, hidden {hidden}",
+        box=SIMPLE_HEAD,
+        title_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
     )
-    left = ("backend", "wire", "form")
+    several = len({row["form"] for row in rows}) > 1
+    left = ("backend", "wire", "form") if several else ("backend", "wire")
     for name in (
-        *("tokens", *left, "dispatch ms", "combine ms", "both ms", "GB/s", "MB", "ideal"),
-        *("sent / ideal", "plain ms", "GB/s", "x plain"),
+        *("tokens", *left, "dispatch\nms", "combine\nms", "both\nms", "GB/s", "MB", "ideal\nMB"),
+        *("sent /\nideal", "plain\nms", "plain\nGB/s", "x\nplain"),
     ):
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     before = None
     for row in rows:
         if before is not None and row["tokens"] != before:
             table.add_section()
-        table.add_row(str(row["tokens"]) if row["tokens"] != before else "", *_cells(row))
+        names = [backend_of(row), row["wire"], *([row["form"]] if several else [])]
+        table.add_row(
+            str(row["tokens"]) if row["tokens"] != before else "", *names, *_cells(row, full)
+        )
         before = row["tokens"]
     return table
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], full: bool) -> list[str]:
     whole, plain = row["bytes"]["both"], row["plain_ms"]
     return [
-        row["backend"],
-        row["wire"],
-        row["form"],
-        _spread(row["dispatch_ms"]),
-        _spread(row["combine_ms"]),
-        _spread(row["both_ms"]),
+        *(_spread(row[f"{part}_ms"], full) for part in ("dispatch", "combine", "both")),
         f"{row['gb_per_s']:.2f}",
-        show_bytes(whole["sent"]).removesuffix(" MB"),
-        show_bytes(whole["ideal"]).removesuffix(" MB"),
+        _number(whole["sent"] / 1e6),
+        _number(whole["ideal"] / 1e6),
         "-" if whole["ratio"] is None else f"{whole['ratio']:.2f}",
         "-" if plain is None else _number(plain["median"]),
         "-" if plain is None else f"{row['plain_gb_per_s']:.2f}",
-        "-" if plain is None else f"{row['times_plain']:.2f}",
+        "-" if plain is None else _number(row["times_plain"]),
     ]
 
 
-def _spread(ms: dict[str, float]) -> str:
-    return " ".join(_number(ms[name]) for name in ("median", "p90", "p99"))
+def _spread(ms: dict[str, float], full: bool) -> str:
+    names = ("median", "p90", "p99") if full else ("median",)
+    return " ".join(_number(ms[name]) for name in names)
 
 
 def _number(value: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140
+_WIDTH = 150
 
 
 def wide_console() -> Console:
