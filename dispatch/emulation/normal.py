@@ -121,7 +121,9 @@ class Normal:
                 at, start = slice(first, first + arrived.shape[0]), 0
                 for target in targets:
                     end = start + target.shape[1] * target.dtype.itemsize
-                    target[at] = arrived[:, start:end].contiguous().view(target.dtype)
+                    part = arrived[:, start:end]  # one row counts as contiguous, at any stride
+                    part = part.clone(memory_format=torch.contiguous_format)
+                    target[at] = part.view(target.dtype)
                     start = end
                 first += arrived.shape[0]
 
