@@ -218,8 +218,15 @@ def main() -> None:
     parser.add_argument("--fp8", choices=FP8_KINDS, default=None, help="quantise; kind of scales")
     parser.add_argument("--shards", type=int, default=None, help="default: 1 tiny, 4 bench")
     parser.add_argument("--mtp", type=int, default=None, help="MTP layers (default: the family's)")
+    parser.add_argument("--hidden", type=int, default=None, help="hidden size (DeepEP: from 2048)")
+    parser.add_argument("--layers", type=int, default=None, help="layers, the dense first included")
     args = parser.parse_args()
-    overrides = {} if args.mtp is None else {"num_nextn_predict_layers": args.mtp}
+    given = {
+        "num_nextn_predict_layers": args.mtp,
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+    }
+    overrides = {key: value for key, value in given.items() if value is not None}
     config = family_config(args.family, args.size, **overrides)
     config["torch_dtype"] = args.dtype
     shards = args.shards or (1 if args.size == "tiny" else 4)
