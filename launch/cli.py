@@ -231,13 +231,16 @@ def plan(
     dispatch: Annotated[
         str, typer.Option(metavar="NAME", help="How tokens travel: torch or allgather")
     ] = "torch",
+    wire: Annotated[
+        str, typer.Option(metavar="NAME", help="Their rows: model, fp8 or fp8_ue8m0")
+    ] = "model",
     seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn")] = 0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Rehearse a published layout at its full number of ranks, on tiny tensors, on this machine."""
     from launch.plan import Plan
 
-    Plan(rehearse, routing, trace, seed, dispatch, json).run()
+    Plan(rehearse, routing, trace, seed, dispatch, wire, json).run()
 
 
 @app.command(cls=Command)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from launch.rehearse import Report
 
 
+_ROWS = {"model": "fp32 rows", "fp8": "FP8 rows", "fp8_ue8m0": "FP8 rows, UE8M0 scales"}
+
+
 @dataclass(frozen=True)
 class Plan:
     """What was typed."""
@@ -27,6 +30,7 @@ class Plan:
     trace: Path | None
     seed: int
     dispatch: str
+    wire: str
     as_json: bool
 
     def run(self) -> None:
@@ -36,7 +40,9 @@ class Plan:
 
         if self.rehearse is None:
             raise ConfigError([f"plan: give --rehearse NAME; valid are {', '.join(REHEARSALS)}"])
-        asked = Rehearsal(self.rehearse, self.routing, self.trace, self.seed, self.dispatch)
+        asked = Rehearsal(
+            self.rehearse, self.routing, self.trace, self.seed, self.dispatch, self.wire
+        )
         report = asked.run()
         if self.as_json:
             print(json.dumps(report.as_json()))
@@ -57,8 +63,16 @@ def show(report: Report) -> None:
         ("routing", f"{report.routing}, seed {report.seed}"),
         ("tokens", f"{report.tokens} ({100 * idle:.0f} % of ranks idle in a step)"),
         ("collectives", f"{report.collectives} on every rank, dispatcher {report.dispatch}"),
-        ("sent", show_bytes(report.bytes_sent)),
-        ("largest error", f"{report.max_error:.3g} against the dense fp32 reference"),
+        (
+            "sent",
+            f"{show_bytes(report.dispatch_bytes)} there ({_ROWS[report.wire]}), "
+            f"{show_bytes(report.combine_bytes)} back",
+        ),
+        (
+            "largest error",
+            f"{report.max_error:.3g} against the dense fp32 reference"
+            + ("" if report.wire == "model" else ", whose experts see FP8 rows too"),
+        ),
         ("time, memory", f"{show_seconds(report.seconds)}, {show_bytes(report.peak_memory_bytes)}"),
     )
     for name, value in rows:

@@ -27,7 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dispatch.base import DispatchConfig, Dispatcher, Received
+from dispatch.base import DispatchConfig, Dispatcher, DispatchStats, Received, WireFormat
+from dispatch.fp8 import dequantise, quantise
 from dispatch.permute import permute
 from dispatch.route import RoutingTable, route, token_keys
 from dispatch.thread_group import ThreadBoard, ThreadedAllGather, ThreadedCollective
@@ -48,6 +49,7 @@ REHEARSALS = {
     "v3-prefill-32": ("prefill-ep32", Phase.PREFILL, 96),
 }
 ROUTINGS = ("random", "trace")
+WIRES = tuple(wire.value for wire in WireFormat)
 DISPATCHERS = {"torch": ThreadedCollective, "allgather": ThreadedAllGather}
 NUM_STEPS = 4
 IDLE_SHARE = 0.25
@@ -68,6 +70,7 @@ class Report:
     layout: str
     routing: str
     dispatch: str
+    wire: str
     seed: int
     ranks: int
     nodes: int
@@ -80,6 +83,8 @@ class Report:
     idle_rank_steps: int
     collectives: int
     bytes_sent: int
+    dispatch_bytes: int
+    combine_bytes: int
     max_error: float
     seconds: float
     peak_memory_bytes: int
@@ -99,13 +104,15 @@ class Report:
 @dataclass(frozen=True)
 class Rehearsal:
     """Everything is checked when made; ConfigError. trace: a file of loads (`ep.trace`), by which
-    experts are drawn and placed; goes with routing "trace"."""
+    experts are drawn and placed; goes with routing "trace". wire: how rows travel; the reference's
+    experts see rows of that format too, so that the error is none of rounding for the wire."""
 
     name: str
     routing: str = "random"
     trace: Path | None = None
     seed: int = 0
     dispatch: str = "torch"
+    wire: str = "model"
 
     def __post_init__(self) -> None:
         problems = []
@@ -113,6 +120,7 @@ class Rehearsal:
             ("--rehearse", self.name, REHEARSALS),
             ("--routing", self.routing, ROUTINGS),
             ("--dispatch", self.dispatch, DISPATCHERS),
+            ("--wire", self.wire, WIRES),
         ):
             if value not in valid:
                 problems.append(f"{flag} {value}: valid are {', '.join(valid)}")
@@ -138,6 +146,7 @@ class Rehearsal:
             layout=play.layout.name,
             routing=self.routing if self.trace is None else f"trace {self.trace}",
             dispatch=self.dispatch,
+            wire=self.wire,
             seed=self.seed,
             ranks=board.size,
             nodes=play.layout.num_nodes,
@@ -149,7 +158,9 @@ class Rehearsal:
             tokens=int(play.tokens.sum()),
             idle_rank_steps=int((play.tokens == 0).sum()),
             collectives=board.num_collectives,
-            bytes_sent=sum(rank.bytes_sent for rank in ranks),
+            bytes_sent=sum(rank.stats.bytes_sent for rank in ranks),
+            dispatch_bytes=sum(rank.stats.dispatch_bytes for rank in ranks),
+            combine_bytes=sum(rank.stats.combine_bytes for rank in ranks),
             max_error=max(rank.max_error for rank in ranks),
             seconds=round(time.monotonic() - began, 3),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -183,6 +194,7 @@ class _Play:
     layout: Layout
     phase: Phase
     dispatch: str
+    wire: WireFormat
     router: Router
     experts: Experts
     tokens: NDArray[np.int64]
@@ -199,6 +211,7 @@ class _Play:
         g = torch.Generator().manual_seed(asked.seed)
         router, experts = Router.draw(g, asked.seed, layout, loads), Experts.draw(g, layout)
         tokens = _draw_tokens(asked.seed, layout.num_gpus, most)
+        wire = WireFormat(asked.wire)
         inputs, outputs = {}, {}
         counts = np.zeros((NUM_LAYERS, layout.num_logical_experts))
         for step, rank in np.argwhere(tokens).tolist():
@@ -207,7 +220,7 @@ class _Play:
             for layer in range(NUM_LAYERS):
                 ids, weights = router.choose(x, step, layer, rank)
                 counts[layer] += np.bincount(ids.flatten(), minlength=counts.shape[1])
-                x = x + experts.dense(x, layer, ids, weights)
+                x = x + experts.dense(_as_seen(x, wire), layer, ids, weights)
             outputs[step, rank] = x
         placements = _plan(layout, loads, counts)
         tables = [[RoutingTable.build(p, i) for i in range(NUM_LAYERS)] for p in placements]
@@ -217,6 +230,7 @@ class _Play:
             layout,
             phase,
             asked.dispatch,
+            wire,
             router,
             experts,
             tokens,
@@ -225,6 +239,14 @@ class _Play:
             [placements[i] for i in by_step],
             [tables[i] for i in by_step],
         )
+
+
+def _as_seen(x: Tensor, wire: WireFormat) -> Tensor:
+    """x [T, D] fp32 as experts get it."""
+    if wire is WireFormat.MODEL:
+        return x
+    rows = quantise(x, wire)
+    return dequantise(rows.values, rows.scales, rows.scale_format, x.dtype)
 
 
 def _loads_of(path: Path, layout: Layout) -> NDArray[np.float64]:
@@ -293,14 +315,15 @@ class _Rank:
             max_tokens_per_rank=int(play.tokens.max()),
             dtype=torch.float32,
             deterministic=True,
+            wire=play.wire,
         )
         self._dispatcher: Dispatcher = DISPATCHERS[play.dispatch](self._group, config)
         self.max_error = 0.0
         self.num_checked = 0
 
     @property
-    def bytes_sent(self) -> int:
-        return self._dispatcher.stats.bytes_sent
+    def stats(self) -> DispatchStats:
+        return self._dispatcher.stats
 
     def run(self) -> None:
         lockstep, play, rank = Lockstep(self._group), self._play, self._group.rank
@@ -324,8 +347,9 @@ class _Rank:
             ids, weights = play.router.choose(x, step, layer, self._group.rank)
             keys = token_keys(x.shape[0], self._group.rank)
             slots = route(ids, play.tables[step][layer], keys)
-            handle = self._dispatcher.dispatch_start(x, slots, weights)
-            shared = play.experts.shared(x, layer)  # while tokens travel
+            rows = x if play.wire is WireFormat.MODEL else quantise(x, play.wire)
+            handle = self._dispatcher.dispatch_start(rows, slots, weights)
+            shared = play.experts.shared(_as_seen(x, play.wire), layer)  # while tokens travel
             received = self._dispatcher.dispatch_finish(handle)
             y, index = self._experts(received, play.placements[step], layer)
             self._dispatcher.combine_start(handle, y, index)
@@ -342,5 +366,8 @@ class _Rank:
         order = permute(received.slots, received.counts)
         hosted = placement.physical_to_logical[layer][placement.slots_of(self._group.rank)]
         experts = torch.from_numpy(hosted.copy()).repeat_interleave(received.counts)
-        x = received.x.index_select(0, order.pair_rows)
+        x = received.x
+        if received.scales is not None:
+            x = dequantise(x, received.scales, received.scale_format, torch.float32)
+        x = x.index_select(0, order.pair_rows)
         return self._play.experts.rows(x, layer, experts), order.index

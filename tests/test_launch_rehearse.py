@@ -49,6 +49,7 @@ def test_prefill_of_a_skewed_trace(
     report.check()
     assert (report.ranks, report.slots, report.dispatch) == (32, 288, dispatch)
     assert report.max_error == 0 and report.tokens > 1000
+    assert report.bytes_sent == report.dispatch_bytes + report.combine_bytes > 0
     show(report)
     assert "32 ranks on 4 nodes" in capsys.readouterr().out
 
@@ -64,6 +65,21 @@ def test_decode_144() -> None:
     report = Rehearsal("v3-decode-144").run()
     report.check()
     assert (report.ranks, report.slots, report.nodes) == (144, 288, 18)
+
+
+@pytest.mark.parametrize(("wire", "dispatch"), [("fp8", "torch"), ("fp8_ue8m0", "allgather")])
+def test_rows_in_fp8(wire: str, dispatch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference's experts see them rounded too: nothing is left of the error."""
+    report = Rehearsal("v3-prefill-32", wire=wire, dispatch=dispatch).run()
+    report.check()
+    assert report.max_error == 0 and report.wire == wire
+    show(report)
+    assert "there (FP8 rows" in capsys.readouterr().out
+
+
+def test_the_reference_without_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.rehearse, "_as_seen", lambda x, wire: x)
+    assert Rehearsal("v3-prefill-32", wire="fp8").run().max_error > 1e-3
 
 
 def test_the_reference_is_a_dense_mixture() -> None:
@@ -107,9 +123,10 @@ def test_a_rank_that_fails_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_was_typed_is_checked_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        Rehearsal("v3", routing="trace", seed=-1, dispatch="pigeon")
+        Rehearsal("v3", routing="trace", seed=-1, dispatch="pigeon", wire="fp4")
     said = str(caught.value).splitlines()
-    assert len(said) == 4 and all(any(name in line for line in said) for name in REHEARSALS)
+    assert any("--wire fp4: valid are model, fp8, fp8_ue8m0" in line for line in said)
+    assert len(said) == 5 and all(any(name in line for line in said) for name in REHEARSALS)
     with pytest.raises(ConfigError, match="goes with --routing trace"):
         Rehearsal("v3-prefill-32", trace=tmp_path / "x.npz")
     np.savez(tmp_path / "few.npz", loads=np.ones((2, 64)))
