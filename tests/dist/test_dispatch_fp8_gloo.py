@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from dispatch.ideal import ideal_bytes
 from dispatch.selfcheck import differences, expected, make_case, outputs, random_placement
 from ep.group import EPGroup
 
-KINDS = (CollectiveDispatcher, AllGatherDispatcher)
+PADDED = partial(CollectiveDispatcher, eager_bytes=1 << 30)
+KINDS = (
+    (CollectiveDispatcher, None),
+    (PADDED, True),
+    (AllGatherDispatcher, None),
+    (AllGatherDispatcher, True),
+)
 SIZES = ((1, 1), (131, 3), (512, 11), (7168, 8))  # hidden, top-k
 MOST = 64  # tokens a rank
 
@@ -35,7 +42,7 @@ def test_fp8_over_gloo(num_ranks: int, tmp_path: Path) -> None:
     reports = run_ranks(__file__, num_ranks, tmp_path, timeout=120)
     for rank, report in enumerate(reports):
         assert report["differences"] == [], f"rank {rank}"
-        assert report["layers"] == 2 * 2 * 4 * 4 * 2
+        assert report["layers"] == 2 * len(SIZES) * 4 * len(KINDS)
         assert report["two_in_flight"] is True
         sent, ideal, rows = report["bytes"]
         assert rows > 0 and sent == ideal + 8 * (num_ranks - 1) <= 1.02 * ideal
@@ -56,12 +63,11 @@ def check_layers(group: EPGroup) -> tuple[int, list[str]]:
             for tokens, to_rank in ((some, None), (busy, None), ([0] * size, None), (some, 1)):
                 case = make_case(config, placement, tokens, seed, masked=0.2, to_rank=to_rank)
                 wanted = expected(case, CombineForm.PAIRS, wire)
-                for kind in KINDS:
+                for kind, bounded in KINDS:
                     dispatcher = kind(group, config)
-                    for bound in (None, max(tokens)):
-                        dispatcher.set_step_bound(bound)
-                        found += differences(dispatcher, case, group.rank, wanted=wanted)
-                        layers += 1
+                    dispatcher.set_step_bound(max(tokens) if bounded else None)
+                    found += differences(dispatcher, case, group.rank, wanted=wanted)
+                    layers += 1
     return layers, found
 
 
