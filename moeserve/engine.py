@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from dispatch.base import PeerError
+from dispatch.step_guard import StepGuard
 from ep.group import EPGroup
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
@@ -54,6 +56,7 @@ class Engine:
     ) -> None:
         self.runner, self.scheduler, self.group = runner, scheduler, group
         self.lockstep = Lockstep(group)
+        self.guard = StepGuard(group)
         self.recorder = recorder
         self.placement = placement
         self.info = info or {}
@@ -127,7 +130,7 @@ class Engine:
             if self.recorder is not None:
                 self.recorder.drop_step()
             return self._forward_failed(plan, error)
-        outputs = self._choose(plan, batch, logits)
+        outputs = self._choose(plan, batch, logits) if self._peers_answered() else None
         seconds = time.perf_counter() - start
         if self.recorder is not None:  # whatever became of its tokens, the experts had them
             self.recorder.end_step(agreed.step, seconds)
@@ -147,6 +150,17 @@ class Engine:
             self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
             return None
         return self._commit(plan, result)
+
+    def _peers_answered(self) -> bool:
+        """False where the dispatcher left ranks out: the step's tokens would lack their experts.
+        Others may not have seen it: it is said in the next vote."""
+        try:
+            self.runner.check_peers()
+        except PeerError as error:
+            self._broken = str(error)
+            self.scheduler.fail_all(self._broken)
+            return False
+        return True
 
     def _prepare(self) -> tuple[StepPlan, StepBatch]:
         """Before the vote, so that a broken invariant can still be said in it."""
@@ -308,6 +322,7 @@ class Engine:
             rank_balance=balance,
             dispatch_bytes=0 if dispatcher is None else dispatcher.stats.bytes_sent,
             rss_bytes=self._process.memory_info().rss,
+            masked_ranks=self.runner.masked_ranks,
             rebalance=None if self.rebalancer is None else self.rebalancer.stats(),
         )
 

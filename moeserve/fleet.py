@@ -198,6 +198,16 @@ class Fleet:
             return self.placement.num_logical_experts
         return int(self.expert_totals().shape[1])
 
+    def dispatch(self) -> dict[str, object] | None:
+        """Which dispatcher each phase has, why, why not others, and which ranks any rank leaves
+        out; None until rank 0 is ready."""
+        ready = self.ranks[0].ready
+        told = None if ready is None else ready.info.get("dispatch")
+        if not isinstance(told, dict):
+            return None
+        masked = {r for x in self.ranks if x.stats is not None for r in x.stats.masked_ranks}
+        return told | {"masked_ranks": sorted(masked)}
+
     def shared_replicas(self) -> int:
         """Slots that hold each piece of the shared expert, in the layer that has the fewest of one;
         0 where it lies in none."""

@@ -202,7 +202,26 @@ class _FleetCollector(Collector):
                 counter.add_metric([rank], getattr(state.stats, field))
             yield counter
         yield from expert_series(fleet)
+        yield from _dispatch(client)
         yield from _rebalancing(client)
+
+
+def _dispatch(client: EngineClient) -> Iterator[Metric]:
+    """Which backend each phase has, as labels of a series that is always 1."""
+    told = client.fleet.dispatch()
+    if told is None:
+        return
+    phases = {name: told.get(name) for name in ("prefill", "decode")}
+    labels = {n: str(x["backend"]) for n, x in phases.items() if isinstance(x, dict)}
+    labels["wire"] = str(told.get("wire"))
+    info = GaugeMetricFamily("moeserve_dispatch_info", "How tokens travel", labels=[*labels])
+    info.add_metric([*labels.values()], 1)
+    yield info
+    masked = told["masked_ranks"]
+    assert isinstance(masked, list)
+    yield GaugeMetricFamily(
+        "moeserve_masked_ranks", "Ranks that dispatchers leave out", value=len(masked)
+    )
 
 
 def _rebalancing(client: EngineClient) -> Iterator[Metric]:

@@ -59,6 +59,17 @@ class ModelRunner:
             self._dispatcher.set_step_bound(max_tokens, decode_only)
         return out.logits
 
+    def check_peers(self) -> None:
+        """PeerError where ranks were left out of a step: what it gave lacks their experts."""
+        if self._dispatcher is not None:
+            self._dispatcher.check_peers()
+
+    @property
+    def masked_ranks(self) -> tuple[int, ...]:
+        """Those that the dispatcher leaves out."""
+        mask = None if self._dispatcher is None else self._dispatcher.active_mask()
+        return tuple(rank for rank, active in enumerate(mask or ()) if not active)
+
     @torch.inference_mode()
     def choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> StepResult:
         """Next tokens of the sampled sequences and log-probabilities of prompt tokens."""

@@ -133,6 +133,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     dispatch_bytes: int = 0
     rss_bytes: int = 0
     rebalance: wire_rebalance.RebalanceStats | None = None  # None: experts cannot move here
+    masked_ranks: tuple[int, ...] = ()  # that the dispatcher leaves out
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

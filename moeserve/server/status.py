@@ -34,6 +34,7 @@ def health(service: Service) -> dict[str, Any]:
         "uptime_seconds": round(time.time() - service.started, 1),
         "requests_in_flight": client.num_in_flight,
         "shared_expert_replicas": fleet.shared_replicas(),
+        "dispatch": fleet.dispatch(),
         "rebalance": client.rebalancing.state(),
         "ranks": [x.report() for x in fleet.ranks],
     }
