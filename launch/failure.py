@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ep.peer_loss import is_lost_peer
 from moeserve.errors import MoeserveError
-from moeserve.peer_loss import is_lost_peer
 
 LOST_PEER = 75  # exit code: this rank is fine, another one is not
 # Errors of the inner packages that mean wrong settings or files.

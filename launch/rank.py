@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from ep.peer_loss import is_lost_peer
 from launch.env import RankEnv, use_threads
 from launch.failure import LOST_PEER, exit_code_of, is_typed, write
 from launch.processes import is_alive, leave, siblings
@@ -21,7 +22,6 @@ from launch.signals import StopSignals, die_with_parent
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
-from moeserve.peer_loss import is_lost_peer
 from moeserve.terminal import say
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from types import TracebackType
 import zmq
 
 from ep.group import EPGroup
+from ep.peer_loss import is_lost_peer
 from moeserve import wire, wire_experts
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
-from moeserve.peer_loss import is_lost_peer
 from moeserve.request import FinishReason, TokenOutput
 from moeserve.wire_rebalance import Rebalance
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ep.peer_loss import is_lost_peer
 from launch.failure import (
     LOST_PEER,
     Failure,
@@ -21,7 +22,6 @@ from launch.failure import (
 )
 from moeserve.errors import ConfigError, EngineFailed, RankDied
 from moeserve.lockstep import PeerFailed
-from moeserve.peer_loss import is_lost_peer
 
 
 def gloo() -> RuntimeError:

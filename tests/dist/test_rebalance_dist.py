@@ -26,6 +26,7 @@ from gloo_ranks import ROOT, fork_ranks, run_ranks, script_environment
 from ep.bundle_source import BundleSource
 from ep.group import EPGroup
 from ep.migrate import MigrationPlan
+from ep.peer_loss import is_lost_peer
 from ep.placement import EMPTY, ExpertPlacement
 from ep.rebalance import Ballot
 from models.deepseek.random_checkpoint import write_random_checkpoint
@@ -34,7 +35,6 @@ from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import gather_objects
-from moeserve.peer_loss import is_lost_peer
 from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.request import Request, SamplingParams
 from moeserve.wire_rebalance import Rebalance

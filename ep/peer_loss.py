@@ -8,7 +8,7 @@ libraries by which ranks talk; imports none of them.
 from __future__ import annotations
 
 # By name, so that a process without torch can ask: dispatch.base, moeserve.lockstep, torch.
-_PEER_TYPES = ("PeerError", "PeerFailed", "DistBackendError", "DistNetworkError")
+_PEER_TYPES = {"PeerError", "PeerFailed", "DistBackendError", "DistNetworkError"}
 # What gloo, the store and DeepEP say when the other end is gone: plain RuntimeErrors.
 _PEER_TEXTS = (
     "Connection closed by peer",
@@ -31,7 +31,7 @@ def is_lost_peer(error: BaseException) -> bool:
     """True when the cause lies with another rank."""
     chain: BaseException | None = error
     while chain is not None:
-        if type(chain).__name__ in _PEER_TYPES:
+        if any(kind.__name__ in _PEER_TYPES for kind in type(chain).__mro__):
             return True
         if isinstance(chain, RuntimeError) and any(t in str(chain) for t in _PEER_TEXTS):
             return True
