@@ -122,6 +122,10 @@ def dispatch(
             rich_help_panel=WORK,
         ),
     ] = "uniform",
+    array: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="One of several arrays in FILE", rich_help_panel=WORK),
+    ] = None,
     wire: Annotated[
         str,
         typer.Option(
@@ -196,6 +200,7 @@ def dispatch(
         redundant=redundant,
         skew=skew,
         trace=trace,
+        array=array,
         wire=wire,
         form=form,
         steps=steps,

@@ -30,9 +30,13 @@ class DispatchBench:
     as_json: bool = False
 
     def run(self) -> None:
-        """ConfigError for the flags; on ranks WrongResult, NothingMeasured."""
+        """ConfigError for the flags, TraceError for the file; on ranks WrongResult, NothingMeasured."""
         env = RankEnv.read(os.environ)
         asked = self.flags.check(None if env is None else env.size)
+        if env is None and asked.skew.trace is not None:
+            from launch.bench.dispatch_work import read_loads
+
+            read_loads(asked.skew, asked.experts, asked.seed)  # a bad file is told once
         run_ranks(asked.ranks[-1], lambda env, group: self._on_rank(asked, env, group))
 
     def _on_rank(self, asked: Asked, env: RankEnv, group: EPGroup) -> None:

@@ -47,10 +47,12 @@ class Contender:
 
 @dataclass(frozen=True)
 class Skew:
-    """How often experts are picked. exponent: of a Zipf law (0: evenly); trace: a file instead."""
+    """How often experts are picked. exponent: of a Zipf law (0: evenly); trace: a file instead,
+    array: one of several in it."""
 
     exponent: float = 0.0
     trace: Path | None = None
+    array: str | None = None
 
     def describe(self) -> str:
         if self.trace is not None:
@@ -93,6 +95,7 @@ class DispatchFlags:
     redundant: int = 0
     skew: str = "uniform"
     trace: Path | None = None
+    array: str | None = None
     wire: str = "model,fp8"
     form: str = "pairs"
     steps: int = 20
@@ -181,7 +184,9 @@ class DispatchFlags:
                 problems.append("--skew trace: give the file too: --skew trace FILE")
             elif not trace.is_file():
                 problems.append(f"--skew trace {str(trace)!r}: no such file")
-            return Skew(trace=trace)
+            return Skew(trace=trace, array=self.array)
+        if self.array is not None:
+            problems.append(f"--array {self.array!r}: of a file, which goes with --skew trace")
         if trace is not None:
             problems.append(f"{trace}: a file of loads goes with --skew trace")
         if kind == "zipf":

@@ -13,6 +13,7 @@ COLOURS = ("#2563eb", "#dc7018", "#059669", "#9333ea", "#db2777", "#0891b2", "#c
 _MARKS = {"model": "o", "fp8": "^", "fp8_ue8m0": "s"}
 _LINES = {"pairs": "-", "summed": ":"}
 _ACROSS = 3  # panels in a row
+_HEAD = 1.02  # inches above the panels
 
 
 def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
@@ -24,8 +25,8 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
     sizes = sorted({row["ranks"] for row in rows})
     across = min(_ACROSS, len(sizes))
     down = -(-len(sizes) // across)
-    width, height = (8.4 if across == 1 else 4.6 * across + 0.6), 4.3 * down + 1.6
-    figure = Figure(figsize=(width, height), dpi=150, facecolor=PAPER)
+    width = 8.4 if across == 1 else 4.6 * across + 0.6
+    figure = Figure(dpi=150, facecolor=PAPER)
     FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False, sharey=True).reshape(-1)
     backends = list(dict.fromkeys(backend_of(row) for row in rows))
@@ -36,17 +37,19 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
         panel.set_visible(False)
     for panel in panels[::across]:
         panel.set_ylabel("dispatch + combine, ms (median)", fontsize=9, color=INK)
-    inch = 1 / height
-    figure.subplots_adjust(
-        left=0.85 / width, right=1 - 0.25 / width, top=1 - 1.02 * inch, bottom=1.12 * inch,
-        wspace=0.08, hspace=0.38,
-    )  # fmt: skip
+    columns = max(2, min(5, int(width // 2.6)))
+    below = 0.75 + 0.22 * -(-len(handles) // columns)  # inches: axis label, legend
+    height = 3.6 * down + 0.35 * (down - 1) + _HEAD + below
+    figure.set_size_inches(width, height)
     left = 0.85 / width
-    figure.text(
-        left, 1 - 0.36 * inch, "Two all-to-alls of a layer", fontsize=14, weight="bold", color=INK
-    )
-    figure.text(left, 1 - 0.62 * inch, about, fontsize=8.5, color=FAINT)
-    columns = max(2, min(4, int(width // 2.6)))
+    figure.subplots_adjust(
+        left=left, right=1 - 0.25 / width, top=1 - _HEAD / height, bottom=below / height,
+        wspace=0.08, hspace=0.3,
+    )  # fmt: skip
+    title, subtitle = 1 - 0.36 / height, 1 - 0.62 / height
+    name = "Two all-to-alls of a layer"
+    figure.text(left, title, name, fontsize=14, weight="bold", color=INK)
+    figure.text(left, subtitle, about, fontsize=8.5, color=FAINT)
     figure.legend(
         handles.values(), handles.keys(), loc="lower center", ncols=columns, frameon=False,
         fontsize=8.5, labelcolor=INK, bbox_to_anchor=(0.5, 0.0),

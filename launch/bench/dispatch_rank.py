@@ -17,6 +17,7 @@ from dispatch.base import CombineForm, DispatchConfig, Dispatcher, DispatchError
 from dispatch.choice import PHASES, CannotRun, Choice
 from dispatch.deepep import ll_token_step
 from ep.group import EPGroup
+from ep.peer_loss import is_lost_peer
 from launch.bench.dispatch_check import SMALL, run_layer, seen, wanted, wrong_home, wrong_in_small
 from launch.bench.dispatch_flags import Asked, Cell, Contender
 from launch.bench.dispatch_time import LayerRunner, PlainExchange, Sent, time_steps
@@ -25,7 +26,6 @@ from launch.bench.figures import Spread, paired_ratio
 from launch.bench.ranks import Place
 from moeserve.errors import MoeserveError, one_line
 from moeserve.lockstep import gather_objects
-from moeserve.peer_loss import is_lost_peer
 
 _MEMORY_SHARE = 0.5  # of what is free on the machine, for all ranks' results in flight
 

@@ -122,7 +122,7 @@ def read_loads(skew: Skew, experts: int, seed: int) -> tuple[np.ndarray, str]:
         loads = np.arange(1, experts + 1) ** -skew.exponent
         # Hot experts lie anywhere, not all on the first rank.
         return np.random.default_rng(seed).permutation(loads), skew.describe()
-    trace = read_trace(skew.trace)
+    trace = read_trace(skew.trace, skew.array)
     totals = trace.totals
     if totals.shape[1] != experts:
         raise ConfigError(
