@@ -24,8 +24,10 @@ _BACKENDS = {
     "allgather": ("dispatch.allgather", "AllGatherDispatcher"),
     "deepep_ll": ("dispatch.deepep_ll", "LowLatencyDispatcher"),
     "deepep_normal": ("dispatch.deepep_normal", "NormalDispatcher"),
+    "nvshmem": ("dispatch.nvshmem", "SymmetricDispatcher"),
     "deepep_ll_emulated": ("dispatch.deepep_ll", "EmulatedLowLatencyDispatcher"),
     "deepep_normal_emulated": ("dispatch.deepep_normal", "EmulatedNormalDispatcher"),
+    "nvshmem_emulated": ("dispatch.nvshmem", "EmulatedSymmetricDispatcher"),
 }
 
 
