@@ -105,7 +105,12 @@ class Engine:
     # -- the step ------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
-        """One step of all ranks. Outputs are this rank's. EngineFailed: no step can follow."""
+        """One step of all ranks. Outputs are this rank's. EngineFailed, or StepBroken where a peer
+        is the reason: no step can follow."""
+        with self.guard:
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
         plan, batch = self._prepare()
         try:
             agreed = self.lockstep.agree(self._vote(plan))
@@ -129,7 +134,7 @@ class Engine:
         except Exception as error:  # whatever the model or the network raises
             if self.recorder is not None:
                 self.recorder.drop_step()
-            return self._forward_failed(plan, error)
+            return self._forward_failed(plan, self.guard.explain(error, agreed.step))
         outputs = self._choose(plan, batch, logits) if self._peers_answered() else None
         seconds = time.perf_counter() - start
         if self.recorder is not None:  # whatever became of its tokens, the experts had them
