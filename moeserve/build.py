@@ -60,6 +60,7 @@ def build_engine(
         with_mtp=with_mtp,
         config=start.model,
         max_tokens_per_rank=config.schedule.token_budget,
+        wire=start.dispatch.wire,
     )
     start.notes.extend(model.weights.notes)
 
@@ -189,6 +190,7 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         "ep": config.parallel.ep,
         "deterministic": config.engine.deterministic,
         "dispatch": [(x.backend, x.config.max_tokens_per_rank) for x in start.dispatchers.parts],
+        "wire": start.dispatch.wire.value,
         "overlap": config.parallel.overlap,
         "dtype": str(start.dtype),
         "checkpoint": start.fingerprint,

@@ -28,6 +28,7 @@ from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
+from moeserve.dispatch_wire import decide_wire
 from moeserve.dispatching import Offer, agree_on_dispatcher, make_offer, read_wish
 from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
@@ -36,6 +37,7 @@ from moeserve.placing import first_placement
 from moeserve.rebalancing.build import rebalance_problems
 from moeserve.terminal import counted
 
+_DEVICE_TYPE = "cpu"  # where `build_engine` loads models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
 _LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "engine.threads")
@@ -111,6 +113,7 @@ def _resolve(
             problems.append("model.weights='fp8': this checkpoint has no FP8 blocks; leave it out")
     except CheckpointError as error:
         problems.extend(f"model.checkpoint={folder}: {p}" for p in error.shown)
+    rows = decide_wire(config.parallel.wire, model.quantization, _DEVICE_TYPE)
     dispatch = DispatchConfig(
         hidden_size=model.hidden_size,
         top_k=model.num_experts_per_tok + placement.num_logical_experts - model.n_routed_experts,
@@ -118,12 +121,14 @@ def _resolve(
         max_tokens_per_rank=config.schedule.token_budget,
         dtype=dtype,
         deterministic=config.engine.deterministic,
+        wire=rows.wire,
     )
     offers.append(make_offer(config, group, dispatch))
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None
     notes.append(kernels.reason)
+    notes.append(rows.note)
     if placement.num_empty_slots:
         hosted = placement.num_physical_experts - placement.num_empty_slots
         notes.append(
