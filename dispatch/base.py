@@ -162,6 +162,8 @@ class DispatchStats:
     """For metrics and load recording: totals since the start, where not said otherwise."""
 
     rows_sent_to_rank: list[int] = field(default_factory=list)  # [R] rows, last dispatch
+    # [nodes] rows, last dispatch; empty where rows do not go once to a node
+    rows_sent_to_node: list[int] = field(default_factory=list)
     bytes_sent: int = 0  # all that was sent to other ranks: the two below
     dispatch_bytes: int = 0  # counts, rows, padding
     combine_bytes: int = 0  # results

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
 
 # Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
 LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -31,6 +33,7 @@ _NVSHMEM_HANGS_FROM = (3, 5, 19)
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 NORMAL_MAX_TOP_K = 32
 NORMAL_MAX_LOCAL_EXPERTS = 1024
+NORMAL_MAX_SCALES = 128  # of a row, for which queues are sized
 
 
 def load(emulate: bool = False) -> Any:
@@ -43,6 +46,23 @@ def load(emulate: bool = False) -> Any:
     import deep_ep
 
     return deep_ep
+
+
+def ranks_per_node(library: Any) -> int:
+    """8 in the library; its emulation can have smaller nodes (`dispatch.emulation.nodes_of`)."""
+    return int(getattr(library.Buffer, "ranks_per_node", RANKS_PER_NODE))
+
+
+@contextmanager
+def naming_peers(dispatcher: str) -> Iterator[None]:
+    """What the library says of ranks that sent nothing becomes a PeerError. Its kernels trap after
+    100 s, compiled in; what CUDA says of that names nobody and stays as it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DeepEP error" not in str(error):
+            raise
+        raise PeerError(f"dispatcher {dispatcher!r}: {error}") from error
 
 
 def why_absent(error: Exception) -> str:
@@ -169,6 +189,8 @@ def ll_problems(
             f"{here}: needs a buffer of {size} bytes ({size / 2**30:.2f} GiB), the library "
             f"addresses {MAX_BUFFER_BYTES} (32 GiB); at most {largest} tokens"
         )
+    if max_tokens > largest:
+        found.append("decode needs max_tokens_per_rank = max_num_sequences x (1 + drafts)")
     return found
 
 

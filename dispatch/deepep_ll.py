@@ -3,13 +3,19 @@
 Knows: the library's calls, limits and the order in which it bears them; where its results lie.
 Knows nothing of what experts compute, nor of how rows travel.
 
-Rows arrive MASKED: [e, R * M, D] with counts. The library weights and sums in `combine`, at home,
-so that what the experts hand back is not weighted: `Received.weights` are ones. It rounds rows to
-FP8 and results to bfloat16, hence never deterministic mode. Where expert kernels take no scales
-rows are dequantised here, a fallback that is named in `notes`.
+Rows arrive MASKED: [e, R * M, D] with counts. The library quantises by itself, as `config.wire`
+says, and weights and sums in `combine`, at home, so that what the experts hand back is not
+weighted: `Received.weights` are ones. It rounds results to bfloat16, which no
+other backend does, hence never deterministic mode.
 
-Nothing checks the arguments of other ranks: a rank that refuses leaves its peers waiting, until the
-library's timeout.
+Nothing is kept from layer to layer but the buffer, so placements may change between steps. The
+library could count rows for each local slot (`cumulative_local_expert_recv_stats`); it is not
+asked to: load is counted at home, by logical expert and layer, where padding and dummy tokens are
+still told apart (`ep.load`), and a local slot is another expert after each rebalance.
+
+Nothing checks the arguments of other ranks: what this file can refuse it refuses before the
+library is called, but a rank that refuses leaves its peers waiting until the library's timeout or
+until this rank's buffer is closed.
 
 Shape letters: T tokens, D hidden, K top-k, P physical slots, e local slots, R ranks, M max tokens.
 """
@@ -17,7 +23,6 @@ Shape letters: T tokens, D hidden, K top-k, P physical slots, e local slots, R r
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +44,12 @@ from dispatch.base import (
     PeerError,
     Probe,
     Received,
+    ScaleFormat,
+    WireFormat,
 )
 from dispatch.combine import CombinePairs
+from dispatch.deepep_buffer import Mode, SharedBuffer
+from dispatch.deepep_plan import LL_IN_FLIGHT, BufferNeed, ll_need, ll_passing, row_bytes
 from dispatch.handles import (
     HandleState,
     TokenHandle,
@@ -50,8 +59,11 @@ from dispatch.handles import (
 )
 from ep.group import EPGroup
 
-_MAX_IN_FLIGHT = 2  # the library has two buffers
-_BLOCK = 128
+_SCALES = {
+    WireFormat.MODEL: ScaleFormat.NONE,
+    WireFormat.FP8: ScaleFormat.F32_COLUMN,
+    WireFormat.FP8_UE8M0: ScaleFormat.UE8M0_COLUMN,
+}
 
 # What we pass by name; a package that takes other names is another API.
 _USED = {
@@ -59,19 +71,6 @@ _USED = {
     "low_latency_dispatch": {"x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts"},
     "low_latency_combine": {"x", "topk_idx", "topk_weights", "handle", "return_recv_hook"},
 }
-
-
-class _Alone:
-    """A communicator of one rank, for a process that has no process group."""
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 @dataclass(eq=False)
@@ -93,15 +92,16 @@ class _Flight(TokenHandle):
 
 
 class LowLatencyDispatcher(Dispatcher):
-    """use_fp8: FP8 on the way to the experts (the library quantises). ue8m0: its scales are powers
-    of two. dequantise: hand rows on in bfloat16 (expert kernels take no scales); False: FP8 with
-    scales. enable_shrink: a rank that does not answer is masked instead of ending the job.
+    """buffer: one that other dispatchers use too; None: its own. enable_shrink: a rank that does
+    not answer is masked instead of ending the job (of a buffer that is given: as it was opened).
     combine_pairs is not used: weights are applied within the library."""
 
     name = "deepep_ll"
     emulate = False
     combine_form = CombineForm.SUMMED
-    max_in_flight = _MAX_IN_FLIGHT
+    quantises = True
+    graph_safe = True
+    max_in_flight = LL_IN_FLIGHT
 
     def __init__(
         self,
@@ -110,39 +110,40 @@ class LowLatencyDispatcher(Dispatcher):
         *,
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
-        use_fp8: bool = True,
-        ue8m0: bool = False,
-        dequantise: bool = True,
         enable_shrink: bool = False,
+        buffer: SharedBuffer | None = None,
     ) -> None:
         check_probe(self.name, self.probe(group, config))
         deepep.check_form(combine_form)
-        if ue8m0 and not use_fp8:
-            raise DispatchError("ue8m0=True: a format of FP8 scales; needs use_fp8=True")
         self.group, self.config = group, config
         self.num_local_experts = config.num_physical_experts // group.size
-        self.use_fp8, self.ue8m0, self.dequantise = use_fp8, ue8m0, dequantise and use_fp8
-        self.enable_shrink = enable_shrink
-        self._library = deepep.load(self.emulate)
-        depth = deepep.ll_depth_of_tokens(config.max_tokens_per_rank)
-        if depth > deepep.DEFAULT_QP_DEPTH:
-            os.environ.setdefault("NVSHMEM_QP_DEPTH", str(depth))
-        self._buffer = self._library.Buffer(
-            group=group.cpu_group,
-            num_rdma_bytes=self.plan(group, config).held,
-            low_latency_mode=True,
-            num_qps_per_rank=self.num_local_experts,
-            explicitly_destroy=True,
-            enable_shrink=enable_shrink,
-            comm=_Alone() if group.cpu_group is None else None,
+        library = self.library()
+        self._picks_dtype = getattr(library, "topk_idx_t", torch.int64)
+        need = self.buffer_need(group, config)
+        if buffer is None:
+            with deepep.naming_peers(self.name):
+                buffer = SharedBuffer(group, need, library=library, enable_shrink=enable_shrink)
+        elif enable_shrink and not buffer.enable_shrink:
+            raise DispatchError("enable_shrink=True: the buffer was opened with False")
+        self.enable_shrink = buffer.enable_shrink
+        layout = (
+            config.max_tokens_per_rank,
+            config.hidden_size,
+            config.num_physical_experts,
         )
-        self._flights: weakref.WeakSet[_Flight] = weakref.WeakSet()
-        self._closed = False
+        self._lease = buffer.lease(Mode.LOW_LATENCY, need, layout)
         self._stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
-        # Kept where the tokens are, so that counting waits for no device.
-        self._sent: Tensor | None = None  # [R] rows, last dispatch
-        self._rows_out: Tensor | int = 0  # dispatched to other ranks, all calls
-        self._rows_back: Tensor | int = 0  # returned to other ranks, all calls
+        # Kept where the tokens are, and in place: counting waits for no device, and a captured
+        # graph counts each time it is played.
+        device = self._device()
+        self._sent = torch.zeros(group.size, dtype=torch.int64, device=device)  # last dispatch
+        self._rows_out = torch.zeros((), dtype=torch.int64, device=device)  # to others, all calls
+        self._rows_back = torch.zeros((), dtype=torch.int64, device=device)
+
+    @classmethod
+    def library(cls) -> Any:
+        """The module with `Buffer`. Raises whatever its import raises."""
+        return deepep.load(cls.emulate)
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
@@ -150,7 +151,7 @@ class LowLatencyDispatcher(Dispatcher):
             config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
         )
         try:
-            library = deepep.load(cls.emulate)
+            library = cls.library()
         except Exception as error:
             return Probe(False, deepep.why_absent(error))
         problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
@@ -166,81 +167,75 @@ class LowLatencyDispatcher(Dispatcher):
         )
 
     @staticmethod
-    def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
-        """Bytes of the library's buffer; results of a layer come on top while it lasts."""
-        return BufferPlan(
-            deepep.ll_buffer_bytes(
-                config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
-            )
-        )
+    def buffer_need(group: EPGroup, config: DispatchConfig) -> BufferNeed:
+        """For who opens a `SharedBuffer`."""
+        return ll_need(group, config)
 
-    @property
-    def notes(self) -> list[str]:
-        """Fallbacks that are in force, to be printed once."""
-        if not self.dequantise:
-            return []
-        return [
-            "rows come as FP8 and are dequantised to bfloat16 on receipt (expert kernels take no "
-            "scales)"
-        ]
+    @staticmethod
+    def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
+        """held: the library's buffer. passing: what two layers in flight allocate."""
+        return BufferPlan(ll_need(group, config).size, ll_passing(group, config))
 
     @property
     def stats(self) -> DispatchStats:  # type: ignore[override]  # read-only here: made on demand
         """Read from the device as it is asked for."""
-        if self._sent is not None:
-            self._stats.rows_sent_to_rank = self._sent.tolist()
-        hidden = self.config.hidden_size
-        row = 16 + (hidden + hidden // _BLOCK * (1 if self.ue8m0 else 4))
-        row = row if self.use_fp8 else 16 + 2 * hidden
-        self._stats.bytes_sent = int(self._rows_out) * row + int(self._rows_back) * 2 * hidden
+        self._stats.rows_sent_to_rank = self._sent.tolist()
+        row = 16 + row_bytes(self.config)  # the library's message begins with the token's number
+        back = 2 * self.config.hidden_size
+        there, home = int(self._rows_out) * row, int(self._rows_back) * back
+        self._stats.dispatch_bytes, self._stats.combine_bytes = there, home
+        self._stats.bytes_sent = there + home
         return self._stats
 
     # -- there and back --------------------------------------------------------------------
 
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
-        if self._closed:
+        if self._lease.closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
         x = check_inputs(self.config, x, slots, weights)
         if slots.device.type == "cpu":  # elsewhere the look would stop the device
             check_slots(self.config, slots)
-        held = [f for f in self._flights if f.state is not HandleState.SPENT]
-        if len(held) >= _MAX_IN_FLIGHT:
+        held = self._lease.in_flight
+        if len(held) >= LL_IN_FLIGHT:
             raise DispatchError(
-                f"dispatch_start: {len(held)} layers are in flight; at most {_MAX_IN_FLIGHT}"
+                f"dispatch_start: {len(held)} layers are in flight; at most {LL_IN_FLIGHT}"
             )
-        self._land_all()
         flight = _Flight(self, x, slots, weights.contiguous())
-        flight.topk_idx = slots.to(getattr(self._library, "topk_idx_t", torch.int64)).contiguous()
-        flight.rows, flight.counts, flight.ticket, _, flight.hook = (
-            self._buffer.low_latency_dispatch(
-                x=x.contiguous(),
-                topk_idx=flight.topk_idx,
-                num_max_dispatch_tokens_per_rank=self.config.max_tokens_per_rank,
-                num_experts=self.config.num_physical_experts,
-                use_fp8=self.use_fp8,
-                round_scale=self.ue8m0,
-                use_ue8m0=self.ue8m0,
-                async_finish=False,
-                return_recv_hook=True,
+        flight.topk_idx = slots.to(self._picks_dtype).contiguous()
+        wire = self.config.wire
+        with deepep.naming_peers(self.name):
+            self._land_all()
+            self._lease.take_turn()
+            flight.rows, flight.counts, flight.ticket, _, flight.hook = (
+                self._lease.buffer.low_latency_dispatch(
+                    x=x.contiguous(),
+                    topk_idx=flight.topk_idx,
+                    num_max_dispatch_tokens_per_rank=self.config.max_tokens_per_rank,
+                    num_experts=self.config.num_physical_experts,
+                    use_fp8=wire is not WireFormat.MODEL,
+                    round_scale=wire is WireFormat.FP8_UE8M0,
+                    use_ue8m0=wire is WireFormat.FP8_UE8M0,
+                    async_finish=False,
+                    return_recv_hook=True,
+                )
             )
-        )
-        self._flights.add(flight)
+        self._lease.flights.add(flight)
         self._stats.calls += 1
         owner = slots.div(self.num_local_experts, rounding_mode="floor").reshape(-1, 1)
         ranks = torch.arange(self.group.size, device=slots.device)
-        self._sent = ((owner == ranks) & (slots.reshape(-1, 1) >= 0)).sum(0)
-        self._rows_out = self._rows_out + self._to_others(self._sent)
+        self._sent.copy_(((owner == ranks) & (slots.reshape(-1, 1) >= 0)).sum(0))
+        self._rows_out += self._to_others(self._sent)
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
         flight = _Flight.expect(handle, self, HandleState.SENT)
-        flight.land()
+        with deepep.naming_peers(self.name):
+            flight.land()
         counts = flight.counts
         assert counts is not None
         flight.state = HandleState.RECEIVED
-        rows, scales = flight.rows if self.use_fp8 else (flight.rows, None)
-        if scales is not None and self.dequantise:
-            rows, scales = dequantise_masked(rows, scales), None
+        wire = self.config.wire
+        rows, scales = (flight.rows, None) if wire is WireFormat.MODEL else flight.rows
         local, width = rows.shape[:2]
         slots = torch.arange(local, dtype=torch.int32, device=rows.device)[:, None]
         weights = torch.ones(1, 1, device=rows.device)
@@ -251,6 +246,7 @@ class LowLatencyDispatcher(Dispatcher):
             weights.expand(local, width),
             counts.to(torch.int64),
             scales,
+            _SCALES[wire],
         )
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
@@ -261,23 +257,25 @@ class LowLatencyDispatcher(Dispatcher):
         shape = (self.num_local_experts, width, self.config.hidden_size)
         if y.shape != shape or y.dtype != torch.bfloat16:
             raise DispatchError(f"y: {y.dtype} {list(y.shape)}; must be bfloat16 {list(shape)}")
-        self._land_all()
-        flight.y = y.contiguous()
-        flight.result, _, flight.hook = self._buffer.low_latency_combine(
-            x=flight.y,
-            topk_idx=flight.topk_idx,
-            topk_weights=flight.weights,
-            handle=flight.ticket,
-            async_finish=False,
-            return_recv_hook=True,
-        )
+        with deepep.naming_peers(self.name):
+            self._land_all()
+            flight.y = y.contiguous()
+            flight.result, _, flight.hook = self._lease.buffer.low_latency_combine(
+                x=flight.y,
+                topk_idx=flight.topk_idx,
+                topk_weights=flight.weights,
+                handle=flight.ticket,
+                async_finish=False,
+                return_recv_hook=True,
+            )
         flight.state = HandleState.RETURNED
         arrived = flight.ticket[1].bitwise_and(0xFFFFFFFF).sum(0)  # [e, R]: start << 32 | rows
-        self._rows_back = self._rows_back + self._to_others(arrived)
+        self._rows_back += self._to_others(arrived)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
-        flight.land()
+        with deepep.naming_peers(self.name):
+            flight.land()
         assert flight.result is not None
         total = flight.result.to(torch.float32)
         flight.rows = flight.counts = flight.y = flight.result = flight.topk_idx = None
@@ -286,9 +284,7 @@ class LowLatencyDispatcher(Dispatcher):
         return total
 
     def close(self) -> None:
-        if not self._closed:
-            self._buffer.destroy()
-        self._closed = True
+        self._lease.close()
 
     # -- ranks that do not answer ----------------------------------------------------------
 
@@ -296,7 +292,7 @@ class LowLatencyDispatcher(Dispatcher):
         """[R]: 1 for a rank that takes part, 0 for one that is masked."""
         status = torch.zeros(self.group.size, dtype=torch.int32, device=self._device())
         if self.enable_shrink:
-            self._buffer.low_latency_query_mask_buffer(status)
+            self._lease.buffer.low_latency_query_mask_buffer(status)
         return [1 - masked for masked in status.tolist()]
 
     def set_mask(self, rank: int, active: bool) -> None:
@@ -305,7 +301,7 @@ class LowLatencyDispatcher(Dispatcher):
             raise DispatchError("set_mask: the dispatcher was made with enable_shrink=False")
         if not 0 <= rank < self.group.size or rank == self.group.rank:
             raise DispatchError(f"set_mask: rank {rank}; valid are the others of {self.group.size}")
-        self._buffer.low_latency_update_mask_buffer(rank, not active)
+        self._lease.buffer.low_latency_update_mask_buffer(rank, not active)
 
     def check_peers(self) -> None:
         """PeerError if a rank is masked: results since then lack its experts. Once a step."""
@@ -317,7 +313,8 @@ class LowLatencyDispatcher(Dispatcher):
 
     def _land_all(self) -> None:
         """A send clears what the other buffer counts by: nothing may be on its way meanwhile."""
-        for flight in list(self._flights):
+        for flight in list(self._lease.flights):
+            assert isinstance(flight, _Flight)
             flight.land()
 
     def _to_others(self, rows: Tensor) -> Tensor:
@@ -333,21 +330,6 @@ class EmulatedLowLatencyDispatcher(LowLatencyDispatcher):
 
     name = "deepep_ll_emulated"
     emulate = True
-
-
-def dequantise_masked(rows: Tensor, scales: Tensor) -> Tensor:
-    """rows e4m3 [e, N, D]; scales fp32 [e, N, D/128], or int32 [e, N, D/512] of four exponents each
-    -> bf16 [e, N, D]. A local slot at a time: the fp32 of all would be four times the rows."""
-    out = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device)
-    for slot in range(rows.shape[0]):
-        factors = scales[slot]
-        if factors.dtype == torch.int32:
-            shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=rows.device)
-            exponents = (factors[..., None] >> shifts) & 0xFF
-            factors = (exponents << 23).view(torch.float32).flatten(1)
-        blocks = rows[slot].to(torch.float32).view(rows.shape[1], -1, _BLOCK)
-        out[slot] = (blocks * factors[..., None]).view(rows.shape[1:]).to(torch.bfloat16)
-    return out
 
 
 def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:

@@ -1,16 +1,24 @@
 """NormalDispatcher (`deepep_normal` in the registry): DeepEP for prefill, high throughput.
 
 Knows: the library's calls and limits in normal mode. Knows nothing of what experts compute, nor of
-how rows travel. A row goes once to each rank that wants it and arrives ROUTED; results are sums
-over a rank's experts, which the library adds up at home without weights, rounded to bfloat16: never
-deterministic mode. How many rows arrive is learnt by the host in `dispatch_start`.
+how rows travel. A row goes once to each rank that wants it and arrives ROUTED; with several nodes
+it goes once to each node, and from there on to its ranks. In FP8 the caller quantises: fp32 scales,
+or four exponents to an int32. Results are sums over a rank's experts, which the library adds up at
+home without weights, rounded to bfloat16: never deterministic mode. How many rows arrive is learnt
+by the host in `dispatch_start`. Nothing is kept from layer to layer but the buffer, so placements
+may change between steps.
+
+Bytes of a row on its way, w as the wire has it: D * w + scales + 12 * K (int64 picks, fp32
+weights). `stats` counts a row once for each other rank of this node and once for each
+other node; what this rank passes on for ranks of other nodes is not counted: the host never learns
+of it.
 
 Shape letters: T tokens, D hidden, K top-k, P physical slots, e local slots, R ranks, N received.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,14 +37,18 @@ from dispatch.base import (
     Layout,
     Probe,
     Received,
+    WireFormat,
 )
 from dispatch.combine import CombinePairs
+from dispatch.deepep_buffer import Mode, SharedBuffer
+from dispatch.deepep_plan import BufferNeed, normal_need, normal_passing, row_bytes
+from dispatch.fp8 import num_blocks, row_scales
 from dispatch.handles import (
     HandleState,
     TokenHandle,
-    check_inputs,
     check_outputs,
     check_probe,
+    check_rows,
     check_slots,
 )
 from ep.group import EPGroup
@@ -57,11 +69,13 @@ class _Flight(TokenHandle):
     ticket: tuple[Any, ...] = ()  # the library's handle
     event: Any = None
     own_rows: int = 0  # rows that did not leave this rank
+    back_rows: int = 0  # received rows whose results leave it
     result: Tensor | None = None  # [T, D]
 
 
 class NormalDispatcher(Dispatcher):
-    """combine_pairs is not used: rows come home summed."""
+    """buffer: one that other dispatchers use too; None: its own. combine_pairs is not used: rows
+    come home summed."""
 
     name = "deepep_normal"
     emulate = False
@@ -74,80 +88,107 @@ class NormalDispatcher(Dispatcher):
         *,
         combine_form: CombineForm | None = None,
         combine_pairs: CombinePairs | None = None,
+        buffer: SharedBuffer | None = None,
     ) -> None:
         check_probe(self.name, self.probe(group, config))
         deepep.check_form(combine_form)
         self.group, self.config = group, config
         self.num_local_experts = config.num_physical_experts // group.size
-        library = deepep.load(self.emulate)
-        nvl, rdma = _buffer_bytes(library, group, config)
+        library = self.library()
+        self._node = deepep.ranks_per_node(library)
         self._picks_dtype = getattr(library, "topk_idx_t", torch.int64)
-        self._buffer = library.Buffer(
-            group=group.cpu_group, num_nvl_bytes=nvl, num_rdma_bytes=rdma, explicitly_destroy=True
-        )
+        need = self.buffer_need(group, config)
+        if buffer is None:
+            with deepep.naming_peers(self.name):
+                buffer = SharedBuffer(group, need, library=library)
+        layout = (config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts)
+        self._lease = buffer.lease(Mode.NORMAL, need, layout)
         self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
-        self._closed = False
+
+    @classmethod
+    def library(cls) -> Any:
+        """The module with `Buffer`. Raises whatever its import raises."""
+        return deepep.load(cls.emulate)
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         try:
-            library = deepep.load(cls.emulate)
+            library = cls.library()
         except Exception as error:
             return Probe(False, deepep.why_absent(error))
         version = getattr(library, "__version__", "of unknown version")
-        problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
+        problems = [*deepep.wrong_api(library, _USED), *_problems(library, group, config)]
         if problems:
             return Probe(False, f"deep_ep {version}: " + "; ".join(problems))
-        size = sum(_buffer_bytes(library, group, config))
+        size = cls.buffer_need(group, config).size
         if not cls.emulate and (problems := deepep.device_problems(size)):
             return Probe(False, f"deep_ep {version}: " + "; ".join(problems))
         return Probe(True, f"deep_ep {version} normal, {group.size} ranks, buffers of {size} bytes")
 
     @classmethod
+    def buffer_need(cls, group: EPGroup, config: DispatchConfig) -> BufferNeed:
+        """For who opens a `SharedBuffer`."""
+        return normal_need(cls.library(), group, config)
+
+    @classmethod
     def plan(cls, group: EPGroup, config: DispatchConfig) -> BufferPlan:
-        """Bytes of the library's queues. Whatever its import raises, where it is not there."""
-        return BufferPlan(sum(_buffer_bytes(deepep.load(cls.emulate), group, config)))
+        """held: the library's queues; passing: rows of one layer in the worst case. Raises whatever
+        the library's import raises, where it is not there."""
+        size = cls.buffer_need(group, config).size
+        return BufferPlan(size, normal_passing(group, config))
 
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
-        if self._closed:
+        if self._lease.closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        x = check_inputs(self.config, x, slots, weights)
+        values, scales = check_rows(self.config, x, slots, weights)
         check_slots(self.config, slots)
-        flight = _Flight(self, x, slots, weights)
+        flight = _Flight(self, values, slots, weights, scales)
         picks = slots.to(self._picks_dtype).contiguous()
-        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
-            topk_idx=picks, num_experts=self.config.num_physical_experts
-        )
-        rows, local, shares, counts, flight.ticket, flight.event = self._buffer.dispatch(
-            x=x.contiguous(),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=picks,
-            topk_weights=weights.contiguous(),
-            async_finish=True,
-        )
+        rows = values.contiguous()
+        with deepep.naming_peers(self.name):
+            self._lease.take_turn()
+            per_rank, per_node, per_expert, in_rank, _ = self._lease.buffer.get_dispatch_layout(
+                topk_idx=picks, num_experts=self.config.num_physical_experts
+            )
+            got, local, shares, counts, flight.ticket, flight.event = self._lease.buffer.dispatch(
+                x=rows if scales is None else (rows, scales.contiguous()),
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=picks,
+                topk_weights=weights.contiguous(),
+                async_finish=True,
+            )
+        self._lease.flights.add(flight)
+        got, got_scales = got if isinstance(got, tuple) else (got, None)
         flight.received = Received(
-            Layout.ROUTED, rows, local, shares, torch.tensor(counts, device=x.device)
+            Layout.ROUTED,
+            got,
+            local,
+            shares,
+            torch.tensor(counts, device=values.device),
+            got_scales,
+            row_scales(self.config.hidden_size, self.config.wire)[0],
         )
         sent: list[int] = per_rank.tolist()
         flight.own_rows = sent[self.group.rank]
+        flight.back_rows = got.shape[0] - flight.own_rows
         self.stats.calls += 1
         self.stats.rows_sent_to_rank = sent
-        row = x.shape[1] * x.dtype.itemsize + self.config.top_k * (picks.dtype.itemsize + 4)
-        self.stats.bytes_sent += (sum(sent) - flight.own_rows) * row
+        away = self._rows_away(sent, None if per_node is None else per_node.tolist())
+        row = row_bytes(self.config) + self.config.top_k * (picks.dtype.itemsize + 4)
+        self.stats.sent(dispatch=away * row)
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
         flight = _Flight.expect(handle, self, HandleState.SENT)
-        flight.event.current_stream_wait()
+        with deepep.naming_peers(self.name):
+            flight.event.current_stream_wait()
         got = flight.received
         assert got is not None
         flight.state = HandleState.RECEIVED
-        flight.received = Received(
-            got.layout, got.x, got.slots.to(torch.int32), got.weights, got.counts
-        )
+        flight.received = replace(got, slots=got.slots.to(torch.int32))
         return flight.received
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
@@ -156,15 +197,17 @@ class NormalDispatcher(Dispatcher):
         assert received is not None
         check_outputs(self.combine_form, received.slots, self.config.hidden_size, y, index)
         flight.y = y.to(torch.bfloat16).contiguous()
-        flight.result, _, flight.event = self._buffer.combine(
-            x=flight.y, handle=flight.ticket, async_finish=True
-        )
+        with deepep.naming_peers(self.name):
+            flight.result, _, flight.event = self._lease.buffer.combine(
+                x=flight.y, handle=flight.ticket, async_finish=True
+            )
         flight.state = HandleState.RETURNED
-        self.stats.bytes_sent += (y.shape[0] - flight.own_rows) * y.shape[1] * 2
+        self.stats.sent(combine=flight.back_rows * y.shape[1] * 2)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
-        flight.event.current_stream_wait()
+        with deepep.naming_peers(self.name):
+            flight.event.current_stream_wait()
         assert flight.result is not None
         total = flight.result.to(torch.float32)
         flight.received = flight.event = flight.y = flight.result = None
@@ -173,33 +216,28 @@ class NormalDispatcher(Dispatcher):
         return total
 
     def close(self) -> None:
-        if not self._closed:
-            self._buffer.destroy()
-        self._closed = True
+        self._lease.close()
+
+    def _rows_away(self, per_rank: list[int], per_node: list[int] | None) -> int:
+        """Rows that leave this rank: for each other rank of its node, for each other node."""
+        me, node = self.group.rank, self.group.rank // self._node
+        if per_node is None:
+            return sum(per_rank) - per_rank[me]
+        self.stats.rows_sent_to_node = per_node
+        beside = per_rank[node * self._node : (node + 1) * self._node]
+        return sum(beside) - per_rank[me] + sum(per_node) - per_node[node]
 
 
 class EmulatedNormalDispatcher(NormalDispatcher):
-    """The same adapter on the emulation: one node, no GPU, no package."""
+    """The same adapter on the emulation: no GPU, no package, the same limits."""
 
     name = "deepep_normal_emulated"
     emulate = True
 
 
-def _buffer_bytes(library: Any, group: EPGroup, config: DispatchConfig) -> tuple[int, int]:
-    """NVLink, RDMA: enough for both directions, by the library's own hints."""
-    both = [library.Buffer.get_dispatch_config(group.size)]
-    both.append(library.Buffer.get_combine_config(group.size))
-    row = config.hidden_size * 2
-    nvl = max(c.get_nvl_buffer_size_hint(row, group.size) for c in both)
-    rdma = 0
-    if group.size > deepep.RANKS_PER_NODE:
-        rdma = max(c.get_rdma_buffer_size_hint(row, group.size) for c in both)
-    return nvl, rdma
-
-
-def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
+def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]:
     found = deepep.mode_problems(config, "sums in bfloat16")
-    size, node = group.size, deepep.RANKS_PER_NODE
+    size, node = group.size, deepep.ranks_per_node(library)
     if size not in deepep.NORMAL_RANKS:
         found.append(f"{size} ranks: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}")
         return found
@@ -213,8 +251,13 @@ def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
     local, most = config.num_physical_experts // size, deepep.NORMAL_MAX_LOCAL_EXPERTS
     if local > most:
         found.append(f"{local} experts a rank: at most {most}")
-    step = 256 if size > node else 8  # 16-byte words of a row; between nodes, 32 of them
+    fp8 = config.wire is not WireFormat.MODEL
+    step = 16 if fp8 else 8  # 16-byte words of a row; between nodes, 32 of them of a result
+    step = 256 if size > node else step
     if config.hidden_size % step:
         below = config.hidden_size // step * step
         found.append(f"hidden_size={config.hidden_size}: a multiple of {step}, such as {below}")
+    scales, most = num_blocks(config.hidden_size), deepep.NORMAL_MAX_SCALES
+    if fp8 and scales > most:
+        found.append(f"hidden_size={config.hidden_size}: in FP8 at most {most * 128}")
     return found

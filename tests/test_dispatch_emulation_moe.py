@@ -6,7 +6,7 @@ import pytest
 import torch
 from gloo_threads import gloo_threads
 
-from dispatch.base import DispatchConfig
+from dispatch.base import DispatchConfig, WireFormat
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
 from dispatch.selfcheck import make_case
 from ep.group import EPGroup
@@ -17,11 +17,14 @@ from models.deepseek.kernels.torch_kernels import TorchExpertWeights, TorchKerne
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 8, 6, 2
 
 
-@pytest.mark.parametrize(("use_fp8", "tolerance"), [(False, 0.01), (True, 0.06)])
-def test_each_weight_is_applied_once(use_fp8: bool, tolerance: float) -> None:
-    config = DispatchConfig(HIDDEN, TOP_K, EXPERTS, 4, torch.bfloat16, deterministic=False)
+@pytest.mark.parametrize(
+    ("wire", "tolerance"),
+    [(WireFormat.MODEL, 0.01), (WireFormat.FP8, 0.06), (WireFormat.FP8_UE8M0, 0.06)],
+)
+def test_each_weight_is_applied_once(wire: WireFormat, tolerance: float) -> None:
+    config = DispatchConfig(HIDDEN, TOP_K, EXPERTS, 4, torch.bfloat16, False, wire)
     case = make_case(config, ExpertPlacement.trivial(1, EXPERTS, 2), [4, 2], 0, masked=0.1)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
     all_weights = TorchExpertWeights(EXPERTS, HIDDEN, WIDTH, torch.bfloat16)
     all_weights.data.copy_(torch.randn(all_weights.data.shape, generator=generator) / 32)
 
@@ -40,7 +43,7 @@ def test_each_weight_is_applied_once(use_fp8: bool, tolerance: float) -> None:
         rank, local = group.rank, EXPERTS // 2
         mine = TorchExpertWeights(local, HIDDEN, WIDTH, torch.bfloat16)
         mine.data.copy_(all_weights.data[rank * local : (rank + 1) * local])
-        d = EmulatedLowLatencyDispatcher(group, config, use_fp8=use_fp8)
+        d = EmulatedLowLatencyDispatcher(group, config)
         handle = d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank])
         received = d.dispatch_finish(handle)
         y, index = run_experts(TorchKernels(), received, mine, d.combine_form)

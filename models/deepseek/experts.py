@@ -29,14 +29,14 @@ def run_experts(
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
     """
+    if received.layout is Layout.MASKED:
+        return _masked(kernels, received, weights, form, dtype), None
     if received.scales is not None:
         x = dequantise(received.x, received.scales, received.scale_format, dtype)
         received = replace(received, x=x, scales=None, scale_format=ScaleFormat.NONE)
     if received.layout is Layout.ROUTED:
         return _routed(kernels, received, weights, form)
-    if received.layout is Layout.EXPANDED:
-        return _expanded(kernels, received, weights, form), None
-    return _masked(kernels, received, weights, form), None
+    return _expanded(kernels, received, weights, form), None
 
 
 def _routed(
@@ -54,38 +54,42 @@ def _expanded(
 ) -> Tensor:
     """A row once per (token, expert), grouped by slot; weights [N, 1] beside it. Where segments are
     aligned the rows between them stay 0."""
+    rows = torch.arange(received.x.shape[0], device=received.x.device)
     if received.starts is not None:
         rows = (received.slots[:, 0] >= 0).nonzero().squeeze(1)
-        return _in_place(kernels, received.x, rows, received, weights, form)
-    rows = torch.arange(received.x.shape[0], device=received.x.device)
     y = kernels.experts(received.x, rows.to(torch.int32), _offsets(received.counts), weights)
+    if received.starts is not None:
+        return _spread(y, rows, received, form)
     return _weighted(y, received.weights) if form is CombineForm.SUMMED else y
 
 
 def _masked(
-    kernels: Kernels, received: Received, weights: ExpertWeights, form: CombineForm
-) -> Tensor:
-    """x [e, M, D] padded per slot: only counts[s] rows of slot s are computed, the rest stay 0."""
-    slots, width, hidden = received.x.shape
-    column = torch.arange(width, device=received.x.device)
-    rows = (column[None, :] < received.counts[:, None]).reshape(-1).nonzero().squeeze(1)
-    flat = received.x.reshape(-1, hidden)
-    return _in_place(kernels, flat, rows, received, weights, form).view(slots, width, hidden)
-
-
-def _in_place(
     kernels: Kernels,
-    x: Tensor,
-    rows: Tensor,
     received: Received,
     weights: ExpertWeights,
     form: CombineForm,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """x [N, D], rows [Q] int64 that are valid, grouped by slot -> y [N, D], 0 in all others."""
-    y = kernels.experts(x, rows.to(torch.int32), _offsets(received.counts), weights)
+    """x [e, M, D] padded per slot: only counts[s] rows of slot s are computed, the rest stay 0.
+    Rows in FP8 are gathered before they are dequantised: padding may be most of x, and is NaN."""
+    slots, width, hidden = received.x.shape
+    column = torch.arange(width, device=received.x.device)
+    at = (column[None, :] < received.counts[:, None]).nonzero(as_tuple=True)
+    rows, x = at[0] * width + at[1], received.x.reshape(-1, hidden)
+    picked = rows
+    if received.scales is not None:
+        x = dequantise(x[rows], received.scales[at], received.scale_format, dtype)
+        picked = torch.arange(rows.shape[0], device=rows.device)
+    y = kernels.experts(x, picked.to(torch.int32), _offsets(received.counts), weights)
+    return _spread(y, rows, received, form).view(slots, width, hidden)
+
+
+def _spread(y: Tensor, rows: Tensor, received: Received, form: CombineForm) -> Tensor:
+    """y [Q, D], rows [Q] int64: which of the N received rows they belong to -> [N, D], 0 in all
+    others."""
     if form is CombineForm.SUMMED:
         y = _weighted(y, received.weights.reshape(-1, 1)[rows])
-    out = x.new_zeros(x.shape)
+    out = y.new_zeros(received.x.shape[:-1].numel(), y.shape[1])
     out[rows] = y
     return out
 

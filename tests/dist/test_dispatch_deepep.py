@@ -6,6 +6,7 @@ Run as a script this file is the ranks (gloo_ranks.py).
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 from gloo_ranks import fork_ranks, run_ranks
 
-from dispatch.base import CombineForm, DispatchConfig, Layout
+from dispatch.base import CombineForm, DispatchConfig, Layout, WireFormat
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
+from dispatch.fp8 import dequantise
 from dispatch.selfcheck import CheckCase, expected, expert_output, make_case, random_placement
 from ep.group import EPGroup
 
@@ -52,7 +54,8 @@ def test_an_engine_generates_over_it(tmp_path: Path) -> None:
             kv_tokens=1024,
             max_model_len=128,
             threads=1,
-            dispatch="deepep_ll_emulated",
+            dispatch="deepep_ll",
+            emulate=True,
             dtype="bfloat16",
             deterministic=False,
             token_budget=32,
@@ -85,10 +88,12 @@ def finish(
     received = d.dispatch_finish(handle)
     assert received.layout is Layout.MASKED
     held, local = case.placement.physical_to_logical[0], case.placement.num_local_experts
-    y = torch.full_like(received.x, torch.nan)
+    y = torch.full(received.x.shape, torch.nan, dtype=torch.bfloat16)
     for slot, n in enumerate(received.counts.tolist()):
-        expert = torch.full((n,), int(held[rank * local + slot]))
-        y[slot, :n] = expert_output(received.x[slot, :n], expert)
+        expert, x = torch.full((n,), int(held[rank * local + slot])), received.x[slot, :n]
+        if received.scales is not None:
+            x = dequantise(x, received.scales[slot, :n], received.scale_format, torch.bfloat16)
+        y[slot, :n] = expert_output(x, expert)
     d.combine_start(handle, y)
     return d.combine_finish(handle)
 
@@ -99,7 +104,7 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
     for seed in range(4):
         config, case = case_of(size, seed)
         want = expected(case, CombineForm.PAIRS)[1][rank].to(torch.bfloat16).float()
-        d = EmulatedLowLatencyDispatcher(group, config, use_fp8=False)
+        d = EmulatedLowLatencyDispatcher(group, config)
         for step in range(STEPS // 4):
             steps += 1
             if not torch.equal(layer(d, case, rank), want):
@@ -107,7 +112,7 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
         d.close()
     config, case = case_of(size, 1)
     want = expected(case, CombineForm.PAIRS)[1][rank]
-    d = EmulatedLowLatencyDispatcher(group, config)
+    d = EmulatedLowLatencyDispatcher(group, replace(config, wire=WireFormat.FP8))
     error = float((layer(d, case, rank) - want).norm() / want.norm().clamp_min(1))
     handles = [
         d.dispatch_start(case.xs[rank], case.slots[rank], case.weights[rank]) for _ in range(2)

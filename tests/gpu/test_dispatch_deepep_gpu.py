@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from dispatch.base import CombineForm, DispatchConfig, Layout
+from dispatch.base import CombineForm, DispatchConfig, Layout, WireFormat
 from dispatch.deepep_ll import LowLatencyDispatcher
 from dispatch.emulation.signatures import SIGNATURES, fork_signatures, read_signatures
+from dispatch.fp8 import dequantise
 from dispatch.selfcheck import expected, expert_output, make_case
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
@@ -22,13 +24,13 @@ pytestmark = [
 CONFIG = DispatchConfig(2048, 4, 16, 64, torch.bfloat16, deterministic=False)
 
 
-@pytest.mark.parametrize(("use_fp8", "tolerance"), [(False, 0.005), (True, 0.05)])
-def test_a_gpu_sends_to_itself(use_fp8: bool, tolerance: float) -> None:
+@pytest.mark.parametrize(("wire", "tolerance"), [(WireFormat.MODEL, 0.005), (WireFormat.FP8, 0.05)])
+def test_a_gpu_sends_to_itself(wire: WireFormat, tolerance: float) -> None:
     group = EPGroup.single()
     answer = LowLatencyDispatcher.probe(group, CONFIG)
     if not answer.ok:
         pytest.skip(answer.reason)
-    d = LowLatencyDispatcher(group, CONFIG, use_fp8=use_fp8)
+    d = LowLatencyDispatcher(group, replace(CONFIG, wire=wire))
     try:
         for seed, tokens in enumerate((48, 0, 1, 64)):
             placement = ExpertPlacement.trivial(1, 16, 1)
@@ -39,10 +41,13 @@ def test_a_gpu_sends_to_itself(use_fp8: bool, tolerance: float) -> None:
             )
             received = d.dispatch_finish(handle)
             assert received.layout is Layout.MASKED
-            y = torch.zeros_like(received.x)
+            y = torch.zeros(received.x.shape, dtype=torch.bfloat16, device="cuda")
             for slot, n in enumerate(received.counts.tolist()):
-                expert = torch.full((n,), slot, device="cuda")
-                y[slot, :n] = expert_output(received.x[slot, :n], expert)
+                expert, x = torch.full((n,), slot, device="cuda"), received.x[slot, :n]
+                if received.scales is not None:
+                    scales, form = received.scales[slot, :n], received.scale_format
+                    x = dequantise(x, scales, form, torch.bfloat16)
+                y[slot, :n] = expert_output(x, expert)
             d.combine_start(handle, y)
             out = d.combine_finish(handle).cpu()
             assert out.shape == want.shape
