@@ -77,7 +77,10 @@ class Wish:
         ]
         emulations = [name.removesuffix(EMULATED) for name in known if name.endswith(EMULATED)]
         if emulate and not problems and not set(given.values()) & set(emulations):
-            problems.append(f"has no emulation; with emulate name one of {', '.join(emulations)}")
+            problems.append(
+                "emulate=True: names no backend that has an emulation; those that have: "
+                + ", ".join(emulations)
+            )
         if problems:
             raise DispatchError("; ".join(problems))
         return cls(given.get("prefill", AUTO), given.get("decode", AUTO), emulate)
@@ -133,12 +136,9 @@ class Choice:
 
     @property
     def parts(self) -> tuple[PhaseChoice, ...]:
-        """One where a dispatcher serves both phases: prefill's, whose buffers are the larger."""
-        return (self.prefill,) if self.prefill.kind is self.decode.kind else self._both
-
-    @property
-    def _both(self) -> tuple[PhaseChoice, PhaseChoice]:
-        return self.prefill, self.decode
+        """One where a dispatcher serves both phases."""
+        both = (self.prefill, self.decode)
+        return both[:1] if self.prefill is self.decode else both
 
     def plan(self, group: Any) -> BufferPlan:
         """Bytes on this rank. Both phases hold theirs, or share a buffer; layers of one only are in
@@ -173,7 +173,7 @@ class Choice:
         else:
             line = "dispatcher " + "; ".join(
                 f"{phase}={self._label(part)}: {part.reason}"
-                for phase, part in zip(PHASES, self._both, strict=True)
+                for phase, part in zip(PHASES, self.parts, strict=True)
             )
             line += (
                 f"; decode steps above {self.decode.config.max_tokens_per_rank} tokens as prefill"
@@ -222,6 +222,8 @@ def choose(
         chosen[phase] = PhaseChoice(name, load(key), configs[phase], said[key].reason, key != name)
     if refusals:
         raise CannotRun(str(wish), refusals)
+    if chosen["decode"].kind is chosen["prefill"].kind:  # one serves both, of the larger bound
+        chosen["decode"] = chosen["prefill"]
     taken = {part.backend for part in chosen.values()}
     return Choice(str(wish), **chosen, refused=_refused(probes, taken))
 

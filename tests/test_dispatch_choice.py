@@ -1,0 +1,191 @@
+"""Which backend each phase gets: names, what ranks say, buffers, one dispatcher or two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dispatch
+from dispatch import choose_dispatcher, parse_dispatch
+from dispatch.base import BufferPlan, CombineForm, DispatchConfig, DispatchError, Probe
+from dispatch.choice import PHASES, CannotRun, Probes, Wish, step_bounds
+from dispatch.local import LocalDispatcher
+from dispatch.phased import PhasedDispatcher
+from ep.group import EPGroup
+
+CONFIG = DispatchConfig(4, 2, 6, 8, torch.float32, deterministic=False)
+CONFIGS = {"prefill": CONFIG, "decode": replace(CONFIG, max_tokens_per_rank=2)}
+SINGLE = EPGroup.single()
+NAMES = ("local", "torch", "deepep_ll", "deepep_v2", "deepep_normal", "nvshmem")
+
+
+class Toy(LocalDispatcher):
+    """Stands for a backend: opens where `local` does."""
+
+    bytes_of_token = BufferPlan(10, 1)
+    form = CombineForm.SUMMED
+    closed: list[str]  # by all
+
+    def __init__(self, group: Any, config: DispatchConfig, **hooks: Any) -> None:
+        super().__init__(group, config, combine_form=self.form)
+
+    @classmethod
+    def plan(cls, group: Any, config: DispatchConfig) -> BufferPlan:  # type: ignore[override]
+        n, one = config.max_tokens_per_rank, cls.bytes_of_token
+        return BufferPlan(one.held * n, one.passing * n)
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
+@pytest.fixture(name="kinds")
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Toy]]:
+    """A registry of toys; those that end in _emulated too."""
+    closed: list[str] = []
+    names = [*NAMES, "deepep_ll_emulated"]
+    kinds = {n: type(n, (Toy,), {"name": n, "closed": closed}) for n in names}
+    monkeypatch.setattr(dispatch, "_BACKENDS", dict.fromkeys(names, ("here", "X")))
+    monkeypatch.setattr(dispatch, "_load", kinds.__getitem__)
+    return kinds
+
+
+def said(**able: str) -> Probes:
+    """able: by backend, the phases in which it runs; the others can run nothing."""
+    names = [*NAMES, "deepep_ll_emulated"]
+    return {
+        phase: {
+            n: Probe(phase in able.get(n, ""), f"{n} for {phase}" if n in able else "no such chip")
+            for n in names
+        }
+        for phase in PHASES
+    }
+
+
+BOTH = "prefill decode"
+
+
+def took(probes: Probes, asked: str = "auto", emulate: bool = False) -> tuple[str, str]:
+    choice = choose_dispatcher(parse_dispatch(asked, emulate), [probes], CONFIGS)
+    return choice.prefill.backend, choice.decode.backend
+
+
+def test_auto_takes_the_best_of_each_phase(kinds: dict[str, type[Toy]]) -> None:
+    assert took(said(local=BOTH, torch=BOTH)) == ("local", "local")
+    assert took(said(torch=BOTH)) == ("torch", "torch")
+    assert took(said(torch=BOTH, deepep_normal=BOTH)) == ("deepep_normal", "torch")
+    assert took(said(torch=BOTH, deepep_ll=BOTH)) == ("torch", "deepep_ll")
+    assert took(said(torch=BOTH, nvshmem=BOTH)) == ("torch", "nvshmem")
+    every = said(torch=BOTH, deepep_v2=BOTH, deepep_normal=BOTH, deepep_ll="decode", nvshmem=BOTH)
+    assert took(every) == ("deepep_v2", "deepep_ll")
+    assert took(said(torch=BOTH, deepep_v2="prefill")) == ("deepep_v2", "torch")
+    # An emulation is never found by itself.
+    assert took(said(torch=BOTH, deepep_ll_emulated=BOTH)) == ("torch", "torch")
+
+
+def test_a_rank_that_refuses_speaks_for_all(kinds: dict[str, type[Toy]]) -> None:
+    able, other = said(torch=BOTH, deepep_ll=BOTH), said(torch=BOTH)
+    choice = choose_dispatcher(Wish(), [able, other, able], CONFIGS)
+    assert (choice.prefill.backend, choice.decode.backend) == ("torch", "torch")
+    assert choice.refused["deepep_ll"] == "rank 1: no such chip"
+    assert choose_dispatcher(Wish(), [able] * 3, CONFIGS).decode.backend == "deepep_ll"
+
+
+def test_names_are_taken_at_their_word(kinds: dict[str, type[Toy]]) -> None:
+    probes = said(torch=BOTH, deepep_ll="decode", deepep_ll_emulated=BOTH)
+    assert took(probes, "prefill=torch,decode=deepep_ll") == ("torch", "deepep_ll")
+    assert took(probes, "decode=deepep_ll") == ("torch", "deepep_ll")
+    with pytest.raises(CannotRun) as caught:
+        took(probes, "deepep_ll")
+    assert caught.value.refusals == {"prefill": {"deepep_ll": "deepep_ll for prefill"}}
+    assert took(probes, "deepep_ll", emulate=True) == ("deepep_ll", "deepep_ll")
+    wish = parse_dispatch("prefill=torch,decode=deepep_ll", emulate=True)
+    choice = choose_dispatcher(wish, [probes], CONFIGS)
+    assert choice.decode.emulated and not choice.prefill.emulated
+    assert choice.report()["decode"] == {
+        "backend": "deepep_ll",
+        "reason": "deepep_ll_emulated for decode",
+        "emulated": True,
+    }
+    with pytest.raises(CannotRun, match="^dispatcher 'local', 'torch' refuse: no such chip$"):
+        choose_dispatcher(
+            Wish(), [{p: {n: s[n] for n in NAMES[:2]} for p, s in said().items()}], CONFIGS
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("deepep_l", r"^unknown; valid are auto, local.*or prefill=NAME,decode=NAME; nearest: dee"),
+        ("deepep_ll_emulated", "unknown; valid are .*; nearest: deepep_ll"),
+        ("", "unknown; valid are auto"),
+        ("prefill=torch,decode=x,y=z", "'y=z': no phase; valid is prefill=NAME.*; 'x': unknown;"),
+        ("prefill=torch,prefill=torch", "'prefill=torch': given twice"),
+        ("torch,deepep_ll", "unknown"),
+        ("prefill=", "'': unknown"),
+    ],
+)
+def test_what_names_nothing_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(DispatchError, match=problem) as caught:
+        parse_dispatch(text)
+    assert "_emulated" not in str(caught.value)
+
+
+def test_emulate_wants_a_name_that_has_an_emulation() -> None:
+    with pytest.raises(DispatchError, match="emulate=True: names no backend .*: deepep_ll, deep"):
+        parse_dispatch("auto", emulate=True)
+    with pytest.raises(DispatchError, match="emulate=True"):
+        parse_dispatch("prefill=torch", emulate=True)
+    assert parse_dispatch("decode=deepep_ll", emulate=True) == Wish("auto", "deepep_ll", True)
+
+
+def test_bounds_of_a_step() -> None:
+    assert step_bounds(512, 64, 2) == {"prefill": 512, "decode": 64}
+    assert step_bounds(33, 64, 3) == {"prefill": 36, "decode": 36}  # R * M: multiples of 4
+    assert step_bounds(33, 5, 8) == {"prefill": 33, "decode": 5}
+    assert step_bounds(512, 64, 4, drafts=2) == {"prefill": 512, "decode": 192}
+    assert step_bounds(9000, 4096, 2) == {"prefill": 9000, "decode": 1024}
+    assert step_bounds(1, 1, 1) == {"prefill": 4, "decode": 4}
+
+
+def test_two_backends_become_one_dispatcher(kinds: dict[str, type[Toy]]) -> None:
+    choice = choose_dispatcher(Wish(), [said(torch=BOTH, deepep_ll=BOTH)], CONFIGS)
+    assert choice.plan(SINGLE) == BufferPlan(10 * 8 + 10 * 2, 8)  # one of them at work
+    d = choice.open(SINGLE)
+    assert isinstance(d, PhasedDispatcher) and d.name == "prefill=torch,decode=deepep_ll"
+    assert d.decode.config.max_tokens_per_rank == 2
+    line = choice.describe()
+    assert line.startswith("dispatcher prefill=torch: torch for prefill; decode=deepep_ll: deepep_")
+    assert "decode steps above 2 tokens as prefill (not local, " in line
+    assert line.count("no such chip") == 1 and "\n" not in line
+    d.close()
+    assert sorted(kinds["torch"].closed) == ["deepep_ll", "torch"]
+
+
+def test_one_backend_for_both_phases_is_no_pair(kinds: dict[str, type[Toy]]) -> None:
+    choice = choose_dispatcher(Wish("deepep_v2", "deepep_v2"), [said(deepep_v2=BOTH)], CONFIGS)
+    assert choice.plan(SINGLE) == BufferPlan(80, 8)
+    d = choice.open(SINGLE)
+    assert type(d) is kinds["deepep_v2"] and d.config == CONFIG
+    assert choice.describe().startswith("dispatcher deepep_v2: deepep_v2 for prefill (not ")
+    assert choice.report()["decode"] == choice.report()["prefill"]
+
+
+def test_results_must_come_home_in_one_form(kinds: dict[str, type[Toy]]) -> None:
+    kinds["deepep_ll"].form = CombineForm.PAIRS
+    choice = choose_dispatcher(Wish(), [said(torch=BOTH, deepep_ll=BOTH)], CONFIGS)
+    with pytest.raises(DispatchError, match="decode=deepep_ll: .* PAIRS, but prefill=torch SUMMED"):
+        choice.open(SINGLE)
+    assert sorted(kinds["torch"].closed) == ["deepep_ll", "torch"], "something stayed open"
+
+
+def test_refusals_name_the_phase_where_it_matters(kinds: dict[str, type[Toy]]) -> None:
+    probes = said(torch=BOTH, deepep_v2="decode", nvshmem=BOTH)
+    refused = choose_dispatcher(Wish(), [probes], CONFIGS).refused
+    assert refused["local"] == refused["deepep_ll"] == refused["deepep_normal"] == "no such chip"
+    assert "nvshmem" not in refused  # it can; another is better
+    assert "deepep_v2" not in refused  # it was taken, for decode
+    named = choose_dispatcher(Wish("torch", "torch"), [probes], CONFIGS).refused
+    assert named["deepep_v2"] == "for prefill: deepep_v2 for prefill"
