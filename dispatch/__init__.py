@@ -24,9 +24,11 @@ _BACKENDS = {
     "allgather": ("dispatch.allgather", "AllGatherDispatcher"),
     "deepep_ll": ("dispatch.deepep_ll", "LowLatencyDispatcher"),
     "deepep_normal": ("dispatch.deepep_normal", "NormalDispatcher"),
+    "deepep_v2": ("dispatch.deepep_v2", "ElasticDispatcher"),
     "nvshmem": ("dispatch.nvshmem", "SymmetricDispatcher"),
     "deepep_ll_emulated": ("dispatch.deepep_ll", "EmulatedLowLatencyDispatcher"),
     "deepep_normal_emulated": ("dispatch.deepep_normal", "EmulatedNormalDispatcher"),
+    "deepep_v2_emulated": ("dispatch.deepep_v2", "EmulatedElasticDispatcher"),
     "nvshmem_emulated": ("dispatch.nvshmem", "EmulatedSymmetricDispatcher"),
 }
 

@@ -110,10 +110,12 @@ class PhasedDispatcher(Dispatcher):
 
     @property
     def stats(self) -> DispatchStats:  # type: ignore[override]  # read-only here: made on demand
-        """Sums; rows_sent_to_rank of the backend in use."""
+        """Sums; rows of the last dispatch are those of the backend in use."""
         one, other = self.prefill.stats, self.decode.stats
+        last = one if self.in_use is self.prefill else other
         return DispatchStats(
-            rows_sent_to_rank=(one if self.in_use is self.prefill else other).rows_sent_to_rank,
+            rows_sent_to_rank=last.rows_sent_to_rank,
+            rows_sent_to_node=last.rows_sent_to_node,
             bytes_sent=one.bytes_sent + other.bytes_sent,
             dispatch_bytes=one.dispatch_bytes + other.dispatch_bytes,
             combine_bytes=one.combine_bytes + other.combine_bytes,
