@@ -88,11 +88,12 @@ class _Flight(TokenHandle):
     result: Tensor | None = None  # [T, D]
     land: Callable[[], None] | None = None
 
-    def landed(self) -> None:
+    def landed(self, dispatcher: str) -> None:
         """Wait for what is on its way, if that has not been done."""
         land, self.land = self.land, None
         if land is not None:
-            land()
+            with deepep.naming_peers(dispatcher):
+                land()
 
 
 class ElasticDispatcher(Dispatcher):
@@ -246,7 +247,7 @@ class ElasticDispatcher(Dispatcher):
 
     def dispatch_finish(self, handle: Handle) -> Received:
         flight = _Flight.expect(handle, self, HandleState.SENT)
-        flight.landed()
+        flight.landed(self.name)
         rows, picks, weights, ticket = flight.arrived
         x, scales = rows if isinstance(rows, tuple) else (rows, None)
         form = flight.scale_format
@@ -277,7 +278,7 @@ class ElasticDispatcher(Dispatcher):
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
-        flight.landed()
+        flight.landed(self.name)
         assert flight.result is not None
         total = flight.result.to(torch.float32)
         flight.arrived = ()
@@ -341,18 +342,20 @@ class ElasticDispatcher(Dispatcher):
         def keep(results: Any) -> None:
             setattr(flight, target, results[0] if target == "result" else tuple(results))
 
-        if self._api.defers:
-            event = call(**arguments, async_with_compute_stream=True, defer_epilogue=True)
-            flight.land = lambda: keep(event.current_stream_wait())
-        else:
-            *results, event = call(**arguments, async_with_compute_stream=True)
-            keep(results)
-            flight.land = lambda: event.current_stream_wait()
+        arguments["async_with_compute_stream"] = True
+        with deepep.naming_peers(self.name):
+            if self._api.defers:
+                event = call(**arguments, defer_epilogue=True)
+                flight.land = lambda: keep(event.current_stream_wait())
+            else:
+                *results, event = call(**arguments)
+                keep(results)
+                flight.land = lambda: event.current_stream_wait()
 
     def _land_all(self) -> None:
         """What was deferred lies in the buffer still: it must be out before the next call."""
         for flight in list(self._flights):
-            flight.landed()
+            flight.landed(self.name)
 
     def _own_rows(self, flight: _Flight) -> Tensor:
         """Scalar: tokens that stayed on this rank."""
