@@ -247,6 +247,15 @@ def test_one_backend_that_refuses_is_an_error(capsys: pytest.CaptureFixture[str]
     assert [row["ok"] for row in last["rows"]] == [False, False]
 
 
+def test_a_backend_that_breaks_is_told_and_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, *_: Any) -> Any:
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(LocalDispatcher, "dispatch_finish", broken)
+    _, _, found = measured(backends="local", wire="model")
+    assert found.failures() == ["dispatcher 'local': failed: TypeError: no such thing"]
+
+
 def test_more_memory_than_there_is_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_rank, "_MEMORY_SHARE", -1.0)
     _, _, found = measured(backends="local")

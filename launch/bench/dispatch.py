@@ -22,6 +22,10 @@ class NothingMeasured(MoeserveError):
     """Each backend that was asked for refuses."""
 
 
+class BackendFailed(MoeserveError):
+    """A backend broke by an error that is no refusal; the others were measured."""
+
+
 @dataclass(frozen=True)
 class DispatchBench:
     """The command. as_json: one object on stdout, its last line, instead of tables."""
@@ -30,7 +34,8 @@ class DispatchBench:
     as_json: bool = False
 
     def run(self) -> None:
-        """ConfigError for the flags, TraceError for the file; on ranks WrongResult, NothingMeasured."""
+        """ConfigError, TraceError for flags and file; on ranks WrongResult,
+        NothingMeasured, BackendFailed."""
         env = RankEnv.read(os.environ)
         asked = self.flags.check(None if env is None else env.size)
         if env is None and asked.skew.trace is not None:
@@ -53,6 +58,8 @@ class DispatchBench:
             self._show(asked, found.rows, found.loads, place.transport)
             if not any(row["ok"] for row in found.rows):
                 raise NothingMeasured("\n".join(found.refusals()))
+            if failures := found.failures():
+                raise BackendFailed("\n".join(failures))
 
     def _show(
         self, asked: Asked, rows: list[dict[str, object]], loads: str, transport: str

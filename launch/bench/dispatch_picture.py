@@ -60,6 +60,8 @@ def draw(rows: list[dict[str, Any]], about: str, path: Path) -> None:
 def _panel(
     panel: Any, ranks: int, rows: list[dict[str, Any]], backends: list[str], handles: dict[str, Any]
 ) -> None:
+    from matplotlib.ticker import LogLocator
+
     ways = dict.fromkeys((backend_of(row), row["wire"], row["form"]) for row in rows)
     forms = {row["form"] for row in rows}
     for backend, wire, form in ways:
@@ -90,6 +92,7 @@ def _panel(
             handles.setdefault("plain exchange of the ideal bytes (dashed)", line)
     if all(_megabytes(row) > 0 for row in rows):
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     panel.set_yscale("log")
     panel.set_title(f"{ranks} ranks" if ranks > 1 else "1 rank", loc="left", fontsize=10, color=INK)
     panel.set_xlabel("ideal MB a rank sends in a layer", fontsize=9, color=INK)

@@ -27,6 +27,7 @@ from launch.bench.ranks import Place
 from moeserve.errors import MoeserveError, one_line
 from moeserve.lockstep import gather_objects
 
+FAILED = "failed: "  # begins a reason that is no refusal but an error
 _MEMORY_SHARE = 0.5  # of what is free on the machine, for all ranks' results in flight
 
 
@@ -40,6 +41,10 @@ class Measured:
 
     rows: list[dict[str, Any]]
     loads: str  # what was drawn, in words
+
+    def failures(self) -> list[str]:
+        """Of those that broke where they should have run or refused, each once."""
+        return [said for said in self.refusals() if FAILED in said]
 
     def refusals(self) -> list[str]:
         """Of those that never ran, each reason once."""
@@ -152,8 +157,11 @@ class _CellRun:
             problem = self._memory_problem(choice)
             if problem is None:
                 d = choice.open(self.group, combine_form=form)
-                d.set_step_bound(self.cell.tokens)
-                found = self._wrong(d)
+                if d.combine_form is form:
+                    d.set_step_bound(self.cell.tokens)
+                    found = self._wrong(d)
+                else:
+                    problem = f"results come home {d.combine_form.value} only"
         except CannotRun as error:
             problem = "; ".join(
                 dict.fromkeys(w for r in error.refusals.values() for w in r.values())
@@ -163,7 +171,7 @@ class _CellRun:
         except Exception as error:  # a library may raise anything where it is not at home
             if is_lost_peer(error):
                 raise
-            problem = f"failed: {one_line(error)}"
+            problem = f"{FAILED}{one_line(error)}"
         everyone = gather_objects(self.group, (problem, found))
         wrong = [f"rank {rank}: {what}" for rank, (_, said) in enumerate(everyone) for what in said]
         if wrong:

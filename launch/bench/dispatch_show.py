@@ -106,20 +106,26 @@ def refusals(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Who and why. Wire and form are named where a backend does not refuse all for that reason,
     sizes where it ran at others."""
     ran = {_way(row) for row in rows if row["ok"]}
-    reasons: dict[str, set[str]] = {}  # by backend; "" where it ran
+    ways: dict[str, set[str]] = {}  # of each backend
+    refused: dict[str, dict[str, set[str]]] = {}  # reason -> backend -> ways
+    sizes: dict[tuple[str, str], str] = {}
     for row in rows:
-        reasons.setdefault(backend_of(row), set()).add(row["reason"])
-    found: dict[str, list[str]] = {}  # by reason
-    for row in rows:
-        if row["ok"]:
-            continue
-        who = backend_of(row) if len(reasons[backend_of(row)]) == 1 else _way(row)
-        if _way(row) in ran:
-            who += f" ({row['ranks']} ranks, {row['tokens']} tokens, hidden {row['hidden']})"
-        names = found.setdefault(row["reason"], [])
-        if who not in names:
-            names.append(who)
-    return [(_joined(names), why) for why, names in found.items()]
+        name, way = backend_of(row), _way(row)
+        ways.setdefault(name, set()).add(way)
+        if not row["ok"]:
+            refused.setdefault(row["reason"], {}).setdefault(name, set()).add(way)
+            size = f"{row['ranks']} ranks, {row['tokens']} tokens, hidden {row['hidden']}"
+            sizes.setdefault((row["reason"], way), size)
+    found = []
+    for reason, backends in refused.items():
+        names = []
+        for name, its in backends.items():
+            if its == ways[name] and not its & ran:
+                names.append(name)
+                continue
+            names += [f"{way} ({sizes[reason, way]})" if way in ran else way for way in sorted(its)]
+        found.append((_joined(names), reason))
+    return found
 
 
 def _joined(names: list[str], most: int = 4) -> str:
