@@ -5,6 +5,7 @@ NVSHMEM; rows travel over gloo. What the operators leave undefined is poisoned (
 is NaN in every format), and rules that they do not check are errors here:
 
 - a tensor that no `empty` made, or that did not meet its peers by `rendezvous`;
+- ranks that call different operators, or with tensors of different shapes;
 - rows beyond the end of `out`;
 - an input written to between its operator and the next one: peers read it where it lies, and only
   the barrier of the next operator tells that they have done so.
@@ -81,15 +82,11 @@ class SymmetricMemory:
         return tensor
 
     def rendezvous(self, tensor: Tensor, group: Any) -> Rendezvous:
-        """Collective. group: a process group."""
+        """group: a process group. Collective there; here peers tell one another in each operator
+        what tensors they have, so that many of them cost nothing."""
         made = self._made.get(tensor.data_ptr())
         if made is None or made() is None:
             raise BufferRuleError("rendezvous: the tensor was not made by symm_mem.empty")
-        mine = (tuple(tensor.shape), tensor.dtype)
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        if any(theirs != mine for theirs in everyone):
-            raise BufferRuleError(f"rendezvous: ranks have different tensors: {everyone}")
         self._groups[group.group_name] = group
         self._met[tensor.data_ptr()] = group.group_name
         return Rendezvous(group.rank(), group.size())
@@ -130,7 +127,7 @@ class SymmetricMemory:
             f"in_splits add up to {int(splits.sum())}, input has {input.shape[0]} rows",
         )
         sizes, sources = splits, _before(splits.reshape(-1)).view(size, local)
-        got = self._exchange(group_name, sizes).t()  # [e, R]
+        got = self._exchange(group_name, sizes, tensors).t()  # [e, R]
         lengths = ((got.sum(1) + align - 1) // align * align).clamp_min(align)
         offsets = _before(lengths)[:, None] + got.cumsum(1) - got
         self._move(group_name, input, out, sizes, sources, got.t(), offsets.t())
@@ -165,7 +162,7 @@ class SymmetricMemory:
         host_assert(int(splits.min()) >= 0, "splits are not negative")
         if int(((sources + splits) * (splits > 0)).max()) > input.shape[0]:
             raise BufferRuleError(f"in_splits_offsets: beyond the {input.shape[0]} rows of input")
-        got = self._exchange(group_name, splits)  # [R, e]
+        got = self._exchange(group_name, splits, tensors)  # [R, e]
         offsets = _before(got.reshape(-1)).view(size, local)
         self._move(group_name, input, out, splits, sources, got, offsets)
         out_splits_offsets.copy_(torch.stack((got.reshape(-1), offsets.reshape(-1))))
@@ -188,11 +185,19 @@ class SymmetricMemory:
         self._reading = None
         return int(self._groups[group_name].size())
 
-    def _exchange(self, group_name: str, splits: Tensor) -> Tensor:
+    def _exchange(self, group_name: str, splits: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
         """splits [R, e] for each peer -> [R, e] from each."""
-        got = torch.empty(splits.shape, dtype=torch.int64)
-        dist.all_to_all_single(got, splits.contiguous(), group=self._groups[group_name])
-        return got
+        # Whole numbers only: their hash is the same in every process. Offsets make two operators.
+        shapes = hash(tuple((*t.shape, t.element_size()) for t in tensors))
+        sent = torch.cat((torch.full((len(splits), 1), shapes), splits), 1)
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=self._groups[group_name])
+        others = [rank for rank, theirs in enumerate(got[:, 0].tolist()) if theirs != shapes]
+        if others:
+            raise BufferRuleError(
+                f"ranks {others} call another operator, or one with tensors of other shapes"
+            )
+        return got[:, 1:]
 
     def _move(
         self,

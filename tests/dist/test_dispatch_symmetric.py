@@ -52,7 +52,7 @@ class Memory:
         self.library.rendezvous(tensor, group.device_group)
         return tensor
 
-    def dispatch(self, align: int | None) -> None:
+    def dispatch(self, align: int | None = None) -> None:
         self.library.all_to_all_vdev_2d(
             self.input, self.out, self.sent, self.got, self.name, major_align=align
         )
@@ -149,10 +149,13 @@ def rules(group: EPGroup) -> list[str]:
     s[0] = 3  # nine rows to rank 0
     if group.rank == 0:
         refused("out: 6 rows, 9 arrive", there(a, b, s, g))
-    else:
-        library._exchange(name, s.view(RANKS, LOCAL))  # what rank 0 asks of the others
+    else:  # what rank 0 asks of the others
+        library._exchange(name, s.view(RANKS, LOCAL), (a, b, s, g))
+    s.zero_()
+    g.zero_()
+    refused("call another operator", (memory.dispatch, memory.combine)[group.rank == 1])
     s.fill_(1)
-    memory.dispatch(None)
+    memory.dispatch()
     a[0] = 7  # peers may still read it
     refused("was written to while peers may read it", memory.combine)
     return found
