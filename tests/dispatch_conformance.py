@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dispatch_trials import FEW, Shapes, Trial, Trials
+from dispatch_trials import EXPERTS, FEW, Shapes, Trial, Trials
 from torch import Tensor
 
 from dispatch import create_dispatcher
@@ -33,6 +33,7 @@ from dispatch.collective import CollectiveDispatcher
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
 from dispatch.fp8 import dequantise, quantise
 from dispatch.local import LocalDispatcher
+from dispatch.nvshmem import EmulatedSymmetricDispatcher
 from dispatch.selfcheck import CheckCase, differences, expert_output, outputs
 from ep.group import EPGroup
 
@@ -60,6 +61,7 @@ class Contender:
     hidden_sizes: tuple[int, ...] = (128, 256, 512, 1024, 1536, 2048, 4096, 5120, 7168)
     top_ks: tuple[int, ...] = tuple(range(1, 12))
     wire: WireFormat = WireFormat.MODEL
+    experts: int = EXPERTS
     layout: Layout = Layout.ROUTED
     deterministic: bool = True
     summed_error: float = 0.0
@@ -77,6 +79,7 @@ class Contender:
             self.top_ks,
             self.deterministic,
             self.wire,
+            self.experts,
         )
 
     def make(self, group: EPGroup, config: DispatchConfig, form: CombineForm) -> Dispatcher:
@@ -93,6 +96,15 @@ class Contender:
         return share * max((float(home.abs().max()) for home in homes), default=0.0)
 
 
+# At most 16 slots a rank.
+_SYMMETRIC: dict[str, Any] = {
+    "forms": (CombineForm.PAIRS,),
+    "dtypes": (torch.bfloat16,),
+    "hidden_sizes": (128, 2048, 7168),
+    "experts": 12,
+    "layout": Layout.EXPANDED,
+    "together": False,
+}
 _LL_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168)
 
 CONTENDERS = (
@@ -120,6 +132,7 @@ CONTENDERS = (
     Contender(
         "deepep_ll (emulated)",
         EmulatedLowLatencyDispatcher,
+        ranks=(1, 2, 4, 8),
         forms=(CombineForm.SUMMED,),
         dtypes=(torch.bfloat16,),
         hidden=2048,
@@ -129,6 +142,13 @@ CONTENDERS = (
         summed_error=2**-8,
         row_error=2**-4,
         together=False,
+    ),
+    Contender("nvshmem (emulated)", EmulatedSymmetricDispatcher, **_SYMMETRIC),
+    Contender(
+        "nvshmem (emulated), fp8",
+        EmulatedSymmetricDispatcher,
+        wire=WireFormat.FP8,
+        **_SYMMETRIC,
     ),
 )
 
@@ -318,15 +338,14 @@ def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[
     return found
 
 
-def conform(contender: Contender, group: EPGroup, trials: Trials, steps: int) -> dict[str, Any]:
-    """All checks -> what was found wrong by each, and how many situations there were."""
-    return {
-        "situations": len(trials.single) * len(contender.forms),
-        "found": {
-            "by name": check_by_name(contender, group, trials),
-            "single": check_single(contender, group, trials),
-            "steps": check_steps(contender, group, trials, steps),
-            "in flight": check_in_flight(contender, group, trials),
-            "refusal": check_refusal(contender, group, trials),
-        },
-    }
+def conform(
+    contender: Contender, group: EPGroup, trials: Trials, steps: int, all_checks: bool = True
+) -> tuple[int, dict[str, list[str]]]:
+    """How many situations there were, and what was found wrong by each check; all of them, or the
+    one of many steps back to back."""
+    found = {"steps": check_steps(contender, group, trials, steps)}
+    if not all_checks:
+        return len(trials.row), found
+    for check in (check_by_name, check_single, check_in_flight, check_refusal):
+        found[check.__name__] = check(contender, group, trials)
+    return len(trials.single) * len(contender.forms), found
