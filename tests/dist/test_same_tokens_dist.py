@@ -52,7 +52,8 @@ HOMES = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "spread": {"prefix": True, "size": 16},  # prefix cache on, chunking off
     "all-on-0": {"chunk": 3, "size": 4, "prefix": True},
-    "rank-0-drains-early": {"chunk": 5, "size": 4, "tokens": LENGTH, "rows": 12},  # preemption
+    # Preemption; steps of six tokens and more go in halves, of which some ranks have none.
+    "rank-0-drains-early": {"chunk": 5, "size": 4, "tokens": LENGTH, "rows": 12, "overlap": 6},
 }
 
 
@@ -117,13 +118,14 @@ def serve(
     chunk: int | None = None,
     prefix: bool = False,
     together: bool = True,
+    overlap: int | None = None,
 ) -> dict[str, Any]:
     """This rank's part; every rank calls it, with requests or without, until all agree to stop."""
     model = loaded.runner.model
     cache = BlockCache(tokens // size, size, rows, prefix)
     pages = model.cache_spec.allocate(tokens // size, size, torch.device("cpu"))
     limits = ScheduleLimits(rows, 512, chunk, LENGTH)
-    runner = ModelRunner(model, pages, cache.tables)
+    runner = ModelRunner(model, pages, cache.tables, overlap_from=overlap)
     engine = Engine(runner, Scheduler(cache, limits), group)
     calls = model.dispatcher.stats.calls  # type: ignore[attr-defined]
     outputs: dict[str, list[Any]] = {}
