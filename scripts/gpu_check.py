@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parent.parent
@@ -55,10 +56,12 @@ def run(device: str, files: list[Path]) -> int:
         seconds = time.monotonic() - began
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     table = Table(title=f"gpu-check on {device}, {seconds:.0f} s")
-    for column in ("check", "result", "seconds", "why"):
+    for column in ("part", "check", "result", "seconds", "why"):
         table.add_column(column)
     failed = ran = 0
-    for case in cases:
+    parts: dict[str, Counter[str]] = {}
+    for case in sorted(cases, key=part_of):  # stable: within a part as they ran
+        part = part_of(case)
         kinds = {child.tag: child.get("message", "") for child in case}
         bad = "failure" in kinds or "error" in kinds
         skipped = "skipped" in kinds
@@ -66,14 +69,26 @@ def run(device: str, files: list[Path]) -> int:
         ran += not skipped
         result = "[red]failed" if bad else "[yellow]not run" if skipped else "[green]passed"
         why = next(iter(kinds.values()), "").splitlines()[:1]
-        table.add_row(case.get("name"), result, case.get("time", ""), "".join(why))
+        table.add_row(part, case.get("name"), result, case.get("time", ""), "".join(why))
+        parts.setdefault(part, Counter())[
+            "failed" if bad else "not run" if skipped else "passed"
+        ] += 1
     if cases:
         console.print(table)
-    console.print(f"{len(cases)} checks; {ran} ran, {failed} failed.")
+    for part, counts in parts.items():
+        told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "not run"))
+        console.print(f"{part}: {told}")
+    console.print(f"{len(cases)} checks; {ran} ran, {failed} failed, {len(cases) - ran} not run.")
     if failed or done.returncode not in (0, NO_TESTS):
         console.print(done.stdout[-4000:] + done.stderr[-2000:], markup=False)
         return FAILED
     return PASSED if ran else NOTHING_CHECKED
+
+
+def part_of(case: ElementTree.Element) -> str:
+    """What a check is about, by its file: tests/gpu/test_dispatch_gpu.py is about dispatch."""
+    modules = [name for name in case.get("classname", "").split(".") if name.startswith("test_")]
+    return modules[0].split("_")[1] if modules else "other"
 
 
 def files_with_checks(tests: Path) -> list[Path]:

@@ -53,3 +53,12 @@ def test_checks_are_run_and_shown(check, monkeypatch, capsys, outcome, code, sai
     assert check.main() == code
     out = capsys.readouterr().out
     assert "test_x" in out and said in out and "test_y" not in out
+    failed = 1 - int(outcome == "True")
+    assert f"a: {1 - failed} passed, {failed} failed, 0 not run" in out
+    assert f"1 checks; 1 ran, {failed} failed, 0 not run." in out
+
+
+def test_the_parts_of_what_is_checked_today():
+    folder = Path(__file__).parent / "gpu"
+    assert {p.name.split("_")[1] for p in folder.glob("test_*.py")} >= {"dispatch"}
+    assert (folder / "test_dispatch_gpu.py").exists()
