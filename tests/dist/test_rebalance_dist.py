@@ -202,7 +202,12 @@ def load(
     checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
     settings: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": checkpoint, "dtype": dtype},
-        "parallel": {"redundant_experts": redundant, "ep": group.size, "shared_expert": shared},
+        "parallel": {
+            "redundant_experts": redundant,
+            "ep": group.size,
+            "shared_expert": shared,
+            "overlap": 1 if shared == "hosted" else "auto",  # experts also move under halves
+        },
         "cache": {"kv_tokens": 1024},
         "schedule": {"max_model_len": 64, "max_num_sequences": 16},
         "rebalance": more,
