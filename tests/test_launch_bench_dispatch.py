@@ -204,7 +204,7 @@ def test_a_wrong_result_is_an_error_and_nothing_is_timed(monkeypatch: pytest.Mon
         return received
 
     monkeypatch.setattr(LocalDispatcher, "dispatch_finish", other_rows)
-    with pytest.raises(dispatch_rank.WrongResult, match=r"local, wire model.*received\.x"):
+    with pytest.raises(dispatch_rank.WrongResult, match=r"local, wire model.*received: x"):
         measured(backends="local", wire="model")
 
 

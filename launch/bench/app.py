@@ -150,7 +150,7 @@ def dispatch(
         bool,
         typer.Option(
             "--emulate",
-            help="DeepEP's backends on the emulation: its time says nothing of the library",
+            help="Libraries for GPUs as their emulation: its time says nothing of the library",
             rich_help_panel=HOW,
         ),
     ] = False,

@@ -11,8 +11,6 @@ Shape letters: T tokens, D hidden, K top-k, N received rows, e local slots, M ro
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -143,19 +141,23 @@ def _wrong_rows(d: Dispatcher, received: Received, want: Received) -> list[str]:
         x = dequantise(x, received.scales, received.scale_format, d.config.dtype)
     # `local` passes rows through that no expert wants; no other backend sends them.
     keep = (received.slots >= 0).any(1)
-    found: list[str] = []
-    pairs: list[tuple[str, Any, Any]] = [
-        ("x", x[keep], want.x),
-        ("slots", received.slots[keep], want.slots),
-        ("weights", received.weights[keep], want.weights),
-        ("counts", received.counts, want.counts),
-    ]
-    for name, got, right in pairs:
-        if name == "x" and rounds_by_itself(d):
-            continue
-        if got.dtype != right.dtype or not torch.equal(got.cpu(), right):
-            found.append(f"received.{name}: {got.dtype} {list(got.shape)} is not the twin's")
+    found = [] if torch.equal(received.counts.cpu(), want.counts) else ["received.counts"]
+    got = [x[keep], received.slots[keep], received.weights[keep]]
+    right = [want.x, want.slots, want.weights]
+    for name, mine, theirs in zip(("x", "slots", "weights"), got, right, strict=True):
+        if mine.dtype != theirs.dtype:
+            found.append(f"received.{name}: {mine.dtype}, not {theirs.dtype}")
+    if _in_any_order(d, got) != _in_any_order(d, right):
+        found.append("received: x, slots or weights of rows are not the twin's")
     return found
+
+
+def _in_any_order(d: Dispatcher, parts: list[Tensor]) -> list[list[float]]:
+    """Rows as numbers, sorted: not every backend keeps the order in which tokens left."""
+    _, slots, weights = parts
+    counted = [slots, weights] if rounds_by_itself(d) else [slots, weights, parts[0]]
+    rows: list[list[float]] = torch.cat([p.to(torch.float64).cpu() for p in counted], 1).tolist()
+    return sorted(rows)
 
 
 def _masked(x: Tensor, received: Received, held: Tensor, form: CombineForm) -> Tensor:

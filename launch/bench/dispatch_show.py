@@ -25,7 +25,7 @@ LEGEND = (
 )
 _FULL_WIDTH = 146
 EMULATED = (
-    "emulated: DeepEP's calls, limits and layouts in Python over gloo. Its times say nothing of "
+    "emulated: a library's calls, limits and layouts in Python over gloo. Its times say nothing of "
     "the library's; its bytes are what the library would send."
 )
 
