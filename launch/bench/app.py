@@ -182,10 +182,10 @@ def dispatch(
         typer.Option("--json", help="One JSON object on stdout", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
-    """The two all-to-alls of a layer: time, bytes sent beside the least that must be, and what a
-    plain exchange of those takes; each result checked against the slow twin first.
+    """Time and bytes of a layer's two all-to-alls, beside a plain exchange of the least bytes.
 
-    Starts its own ranks, or is one under torchrun.
+    Each backend's results are checked against the slow twin before it is timed. Starts its own
+    ranks, or is one under torchrun. Exit code 1: a result is wrong, or nothing could be measured.
     """
     from launch.bench.dispatch import DispatchBench
     from launch.bench.dispatch_flags import DispatchFlags
