@@ -277,7 +277,7 @@ def test_a_wrong_scale_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_pairs_are_bitwise_equal_for_every_degree(world: World) -> None:
-    """The same 20 tokens over 1, 2, 3 and 4 ranks, with copies, chunked in two, both backends."""
+    """The same 20 tokens over 1 to 8 ranks, with copies, chunked in two, by each backend."""
     experts, total, hidden = 12, 20, 200
     x = rows(total, hidden, 5)
     g = torch.Generator().manual_seed(3)
@@ -292,6 +292,7 @@ def test_pairs_are_bitwise_equal_for_every_degree(world: World) -> None:
             (3, 3, AllGatherDispatcher),
             (4, 12, PADDED),
             (4, 0, AllGatherDispatcher),
+            (8, 4, CollectiveDispatcher),
         ):
             placement = random_placement(experts, num_ranks, redundant, num_ranks + redundant)
             copies = torch.from_numpy(placement.replica_count[0].copy())[ids]

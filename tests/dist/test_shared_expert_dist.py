@@ -1,5 +1,6 @@
-"""The shared expert in slots, over real gloo ranks: tokens and log-probabilities are bitwise those
-of one rank that computes it for its own tokens, whatever the degree, copies, dtype or format.
+"""The shared expert in slots, and rows in FP8, over real gloo ranks: tokens and log-probabilities
+are bitwise those of one rank that computes it for its own tokens, whatever the degree, copies,
+dtype or format; of each format of rows by itself, for FP8 rounds them. Those in FP8 overlap too.
 
 One set of processes goes through all cases; rank 0 also computes the plain run, in a group of one.
 Run as a script this file is the ranks (gloo_ranks.py).
@@ -23,18 +24,19 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.request import Request, SamplingParams
 
-# Checkpoint, dtype, weights in memory, where the shared expert is, redundant experts. The bundled
-# model has FP8 blocks and widths of 96, which are no whole panels; v2-lite has a shared expert of
-# two pieces.
+# Checkpoint, dtype, weights in memory, where the shared expert is, redundant experts, rows. The
+# bundled model has FP8 blocks and widths of 96, which are no whole panels; v2-lite has a shared
+# expert of two pieces.
 CASES = (
-    ("bundled", "float32", "fp8", "hosted", 0),
-    ("bundled", "bfloat16", "dequantised", "hosted", 3),
-    ("bundled", "bfloat16", "fp8", "hosted", 31),
-    ("v2-lite", "float32", "auto", "hosted", 0),
-    ("v2-lite", "bfloat16", "auto", "hosted", 5),
-    ("v2-lite", "bfloat16", "auto", "replicated", 3),
-    ("v2-lite-fp8", "bfloat16", "fp8", "hosted", 3),
-    ("v2-lite-fp8", "float32", "dequantised", "hosted", 18),
+    ("bundled", "float32", "fp8", "hosted", 0, "model"),
+    ("bundled", "bfloat16", "dequantised", "hosted", 3, "model"),
+    ("bundled", "bfloat16", "fp8", "hosted", 31, "fp8"),
+    ("v2-lite", "float32", "auto", "hosted", 0, "model"),
+    ("v2-lite", "bfloat16", "auto", "hosted", 5, "model"),
+    ("v2-lite", "bfloat16", "auto", "replicated", 3, "model"),
+    ("v2-lite-fp8", "bfloat16", "fp8", "hosted", 3, "fp8"),
+    ("v2-lite-fp8", "bfloat16", "fp8", "replicated", 0, "fp8"),
+    ("v2-lite-fp8", "float32", "dequantised", "hosted", 18, "fp8"),
 )
 FEW = (CASES[0], CASES[4], CASES[5], CASES[6])  # for two ranks: what four cover is left to them
 LENGTH = 96
@@ -53,7 +55,7 @@ def test_hosted_changes_no_bit(num_ranks: int, tmp_path: Path) -> None:
         merged: dict[str, Any] = {}
         for report in reports:
             merged |= report[case]["outputs"]
-        wanted = plain["/".join(case.split("/")[:2])]
+        wanted = plain["/".join(case.split("/")[:3])]
         assert merged.keys() == wanted.keys(), case
         for name, found in merged.items():
             assert found == wanted[name], f"{case}: request {name}"
@@ -64,8 +66,12 @@ def test_hosted_changes_no_bit(num_ranks: int, tmp_path: Path) -> None:
             assert min(copies[0]) > 1 or case.endswith("/0")
     # Without determinism a rank sums its experts before sending: close, not equal.
     for name, found in fast.items():
-        first, wanted = (float.fromhex(x[name][0][1]) for x in (fast, plain["bundled/float32"]))
+        first, wanted = (
+            float.fromhex(x[name][0][1]) for x in (fast, plain["bundled/float32/model"])
+        )
         assert abs(first - wanted) < 1e-3 and len(found) > 0, name
+    if num_ranks > 2:
+        assert plain["bundled/bfloat16/fp8"] != plain["bundled/bfloat16/model"], "none was rounded"
 
 
 def requests(vocab: int) -> list[Request]:
@@ -81,12 +87,13 @@ def requests(vocab: int) -> list[Request]:
 
 def load(
     folder: Path, group: EPGroup, dtype: str, weights: str = "auto", shared: str = "replicated",
-    redundant: int = 0, deterministic: bool = True,
+    redundant: int = 0, wire: str = "model", deterministic: bool = True,
 ) -> Engine:  # fmt: skip
     settings: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": folder, "dtype": dtype, "weights": weights},
         "parallel": {
             "redundant_experts": redundant, "ep": group.size, "shared_expert": shared,
+            "wire": wire, "overlap": 4 if wire == "fp8" and group.size > 1 else None,
         },
         "engine": {"deterministic": deterministic},
         "cache": {"kv_tokens": 1024},
@@ -113,13 +120,13 @@ def serve(engine: Engine, mine: list[Request]) -> dict[str, list[Any]]:
 def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for name, dtype, weights, shared, redundant in CASES if group.size > 2 else FEW:
+    for name, dtype, weights, shared, redundant, wire in CASES if group.size > 2 else FEW:
         checkpoint = ROOT / "checkpoints/tiny" if name == "bundled" else folder / name
-        engine = load(checkpoint, group, dtype, weights, shared, redundant)
+        engine = load(checkpoint, group, dtype, weights, shared, redundant, wire)
         asked = requests(engine.runner.model.config.vocab_size)
-        key = f"{name}/{dtype}"
+        key = f"{name}/{dtype}/{wire}"
         if group.rank == 0 and key not in plain:
-            plain[key] = serve(load(checkpoint, EPGroup.single(), dtype), asked)
+            plain[key] = serve(load(checkpoint, EPGroup.single(), dtype, wire=wire), asked)
         # The last rank has nothing to do.
         mine = [r for i, r in enumerate(asked) if i % max(1, group.size - 1) == group.rank]
         placement = engine.info["placement"]
@@ -128,7 +135,9 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
             "copies": placement["shared_replicas"],
             "outputs": serve(engine, mine),
         }
-    fast = load(ROOT / "checkpoints/tiny", group, "float32", "auto", "hosted", 3, False)
+    fast = load(
+        ROOT / "checkpoints/tiny", group, "float32", "auto", "hosted", 3, deterministic=False
+    )
     asked = requests(fast.runner.model.config.vocab_size)
     report["fast"] = serve(fast, asked[group.rank :: group.size])
     if group.rank == 0:
