@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dispatch.base import BufferPlan, DispatchConfig, Dispatcher, DispatchError, Probe
+from dispatch.base import (
+    BufferPlan,
+    CombineForm,
+    DispatchConfig,
+    Dispatcher,
+    DispatchError,
+    Probe,
+)
 from dispatch.deepep import LL_MAX_TOKENS, ll_token_step
 from dispatch.deepep_buffer import shared_hooks, shared_plan
 from dispatch.phased import PhasedDispatcher
@@ -154,6 +161,9 @@ class Choice:
         two hand results home in different forms; nothing stays open then."""
         made: list[Dispatcher] = []
         parts = [(part.kind, part.config) for part in self.parts]
+        forms = [form for kind, _ in parts if (form := form_of(kind)) is not None]
+        if forms and len(parts) > 1:  # one that can do both does as the other
+            hooks.setdefault("combine_form", forms[0])
         hooks |= shared_hooks(group, parts, hooks.get("enable_shrink", False))
         try:
             for part in self.parts:
@@ -209,23 +219,47 @@ def choose(
     CannotRun where a phase has no backend."""
     chosen: dict[str, PhaseChoice] = {}
     refusals: dict[str, dict[str, str]] = {}
-    for phase in PHASES:
-        said = probes[phase]
-        asked = wish.of(phase)
-        candidates = [n for n in _ORDER[phase] if n in said] if asked == AUTO else [asked]
-        keys = {name: key_of(name, wish.emulate, said) for name in candidates}
-        name = next((n for n in candidates if said[keys[n]].ok), None)
-        if name is None:
-            refusals[phase] = {n: said[keys[n]].reason for n in candidates}
-            continue
-        key = keys[name]
-        chosen[phase] = PhaseChoice(name, load(key), configs[phase], said[key].reason, key != name)
-    if refusals:
-        raise CannotRun(str(wish), refusals)
+    clashes: dict[str, str] = {}
+    for phase in sorted(PHASES, key=lambda p: wish.of(p) == AUTO):  # auto fits itself to a name
+        said, asked = probes[phase], wish.of(phase)
+        refusals[phase] = {}
+        for name in [n for n in _ORDER[phase] if n in said] if asked == AUTO else [asked]:
+            key = key_of(name, wish.emulate, said)
+            if not said[key].ok:
+                refusals[phase][name] = said[key].reason
+                continue
+            kind = load(key)
+            clash = next((c for p, x in chosen.items() if (c := _clash(kind, p, x))), None)
+            if clash is not None:
+                refusals[phase][name] = clashes[name] = clash
+                continue
+            chosen[phase] = PhaseChoice(name, kind, configs[phase], said[key].reason, key != name)
+            break
+    missing = {phase: refusals[phase] for phase in PHASES if phase not in chosen}
+    if missing:
+        raise CannotRun(str(wish), missing)
     if chosen["decode"].kind is chosen["prefill"].kind:  # one serves both, of the larger bound
         chosen["decode"] = chosen["prefill"]
     taken = {part.backend for part in chosen.values()}
-    return Choice(str(wish), **chosen, refused=_refused(probes, taken))
+    refused = _refused(probes, taken) | {n: why for n, why in clashes.items() if n not in taken}
+    return Choice(str(wish), **chosen, refused=refused)
+
+
+def form_of(kind: type[Dispatcher]) -> CombineForm | None:
+    """How its results come home; None where it can do both."""
+    return getattr(kind, "combine_form", None)
+
+
+def _clash(kind: type[Dispatcher], phase: str, other: PhaseChoice) -> str | None:
+    """Why it cannot stand beside the backend of the other phase: the experts of a job hand back
+    one form, so that a token's sums do not change with the phase."""
+    mine, its = form_of(kind), form_of(other.kind)
+    if mine is None or its is None or mine is its:
+        return None
+    return (
+        f"hands results home as {mine.name}, {phase}={other.backend} as {its.name}; choose "
+        f"{other.backend} for both, or torch, which can do either"
+    )
 
 
 def key_of(name: str, emulate: bool, known: Mapping[str, Any]) -> str:

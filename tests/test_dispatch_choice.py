@@ -26,11 +26,13 @@ class Toy(LocalDispatcher):
     """Stands for a backend: opens where `local` does."""
 
     bytes_of_token = BufferPlan(10, 1)
-    form = CombineForm.SUMMED
     closed: list[str]  # by all
+    broken = False
 
     def __init__(self, group: Any, config: DispatchConfig, **hooks: Any) -> None:
-        super().__init__(group, config, combine_form=self.form)
+        if self.broken:
+            raise DispatchError("no memory")
+        super().__init__(group, config, **hooks)
 
     @classmethod
     def plan(cls, group: Any, config: DispatchConfig) -> BufferPlan:  # type: ignore[override]
@@ -173,12 +175,33 @@ def test_one_backend_for_both_phases_is_no_pair(kinds: dict[str, type[Toy]]) -> 
     assert choice.report()["decode"] == choice.report()["prefill"]
 
 
-def test_results_must_come_home_in_one_form(kinds: dict[str, type[Toy]]) -> None:
-    kinds["deepep_ll"].form = CombineForm.PAIRS
+def test_results_come_home_in_one_form(kinds: dict[str, type[Toy]]) -> None:
+    kinds["nvshmem"].combine_form = CombineForm.PAIRS
+    kinds["deepep_v2"].combine_form = CombineForm.SUMMED
+    # torch can do either: it does as its partner.
+    choice = choose_dispatcher(Wish(), [said(torch=BOTH, nvshmem=BOTH)], CONFIGS)
+    d = choice.open(SINGLE)
+    assert isinstance(d, PhasedDispatcher) and d.combine_form is CombineForm.PAIRS
+    assert d.prefill.name == "torch" and d.prefill.combine_form is CombineForm.PAIRS
+    # Two that can not agree: auto goes on, names are refused.
+    able = said(torch=BOTH, deepep_v2="prefill", nvshmem=BOTH)
+    auto = choose_dispatcher(Wish(), [able], CONFIGS)
+    assert (auto.prefill.backend, auto.decode.backend) == ("deepep_v2", "torch")
+    why = "hands results home as PAIRS, prefill=deepep_v2 as SUMMED; choose deepep_v2 for both"
+    assert auto.refused["nvshmem"].startswith(why)
+    with pytest.raises(CannotRun, match=f"'nvshmem' refuses: {why}"):
+        choose_dispatcher(Wish("deepep_v2", "nvshmem"), [able], CONFIGS)
+    named = choose_dispatcher(Wish(decode="nvshmem"), [able], CONFIGS)
+    assert named.prefill.backend == "torch"
+    assert named.refused["deepep_v2"].startswith("hands results home as SUMMED, decode=nvshmem")
+
+
+def test_nothing_stays_open_where_one_cannot_open(kinds: dict[str, type[Toy]]) -> None:
     choice = choose_dispatcher(Wish(), [said(torch=BOTH, deepep_ll=BOTH)], CONFIGS)
-    with pytest.raises(DispatchError, match="decode=deepep_ll: .* PAIRS, but prefill=torch SUMMED"):
+    kinds["deepep_ll"].broken = True
+    with pytest.raises(DispatchError, match="no memory"):
         choice.open(SINGLE)
-    assert sorted(kinds["torch"].closed) == ["deepep_ll", "torch"], "something stayed open"
+    assert kinds["torch"].closed == ["torch"]
 
 
 def test_refusals_name_the_phase_where_it_matters(kinds: dict[str, type[Toy]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dispatch.base import DispatchConfig, DispatchError, HandleError, PeerError
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, PeerError
 from dispatch.local import LocalDispatcher
 from dispatch.phased import PhasedDispatcher
 from ep.group import EPGroup
@@ -135,3 +135,9 @@ def test_masks_are_of_both_or_refused() -> None:
         d.set_mask(0, False)
     assert small.masked == set() and d.active_mask() == [1, 1, 1]
     assert pair()[0].active_mask() is None
+
+
+def test_two_forms_are_refused() -> None:
+    pairs = LocalDispatcher(EPGroup.single(), CONFIG, combine_form=CombineForm.PAIRS)
+    with pytest.raises(DispatchError, match="decode=local: .* PAIRS, but prefill=big SUMMED"):
+        PhasedDispatcher(Told("big", CONFIG), pairs)
