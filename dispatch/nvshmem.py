@@ -153,9 +153,9 @@ class SymmetricDispatcher(Dispatcher):
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
-        found = limit_problems(config, group.size)
         if group.size == 1:
-            found.append("needs two ranks or more: torch makes no team of one")
+            return Probe(False, "needs two ranks or more: torch makes no team of one")
+        found = limit_problems(config, group.size)
         env = dict(os.environ)
         how = nvshmem_library.transport(group.num_nodes, env)
         size = 0 if found else cls.plan(group, config).held
@@ -170,6 +170,7 @@ class SymmetricDispatcher(Dispatcher):
             told = "of unknown version" if version is None else ".".join(map(str, version))
             what = f"NVSHMEM {told} by torch {torch.__version__}"
             found += nvshmem_library.version_problems(wheel, loaded)
+            found += nvshmem_library.race_problems(nvshmem_library.offsets_race())
             found += nvshmem_library.device_problems(size, group.ranks_per_node)
             found += nvshmem_library.heap_problems(size, env)
             found += nvshmem_library.node_problems(group.num_nodes, env)
@@ -308,11 +309,6 @@ class SymmetricDispatcher(Dispatcher):
         library = nvshmem_library.TorchSymmetricMemory()
         nvshmem_library.select_backend(library)
         self._notes.append(nvshmem_library.start(self.group, nvshmem_library.load_core()))
-        if nvshmem_library.offsets_race():
-            self._notes.append(
-                f"torch {torch.__version__} is older than its pull request 192300: blocks of its "
-                "all-to-all may read offsets that another one overwrites"
-            )
         return library
 
     def _make_buffers(self) -> _Buffers:

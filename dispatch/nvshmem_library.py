@@ -27,10 +27,12 @@ import torch.distributed as dist
 from dispatch.base import DispatchError
 from ep.group import EPGroup
 
-_OPERATORS = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
+_OPERATORS = {  # and what tells today's parameters from those of earlier releases
+    "all_to_all_vdev_2d": "out_splits_offsets",
+    "all_to_all_vdev_2d_offset": "in_splits_offsets",
+}
 _HOST_LIBRARY = "libnvshmem_host.so.3"
-# Only torch after pull request 192300 (August 2026) has a kernel of this name: before, a block
-# writes output offsets over the input offsets that slower blocks still have to read.
+# Only torch after pull request 192300 has a kernel of this name (`race_problems`).
 _FIXED_KERNEL = b"writeOutputOffsets_2d"
 
 Version = tuple[int, ...]
@@ -58,9 +60,9 @@ def why_absent() -> str | None:
     try:
         import torch.distributed._symmetric_memory as symm_mem
 
-        missing = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
+        missing = [name for name, parameter in _OPERATORS.items() if not _takes(name, parameter)]
         if missing:
-            return f"{here}: has no symm_mem.{', '.join(missing)}; 2.9 and later do"
+            return f"{here}: has no symm_mem.{', '.join(missing)} as of torch 2.13"
         if torch.version.cuda is None:
             return f"{here}: built without CUDA, hence without NVSHMEM"
         if not symm_mem.is_nvshmem_available():
@@ -69,6 +71,11 @@ def why_absent() -> str | None:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"{here}: symmetric memory cannot be imported: {said}"
     return None
+
+
+def _takes(operator: str, parameter: str) -> bool:
+    found = getattr(torch.ops.symm_mem, operator, None)
+    return found is not None and parameter in {a.name for a in found.default._schema.arguments}
 
 
 def select_backend(library: Any) -> None:
@@ -125,9 +132,19 @@ def version_problems(wheel: Version | None, loaded: Version | None) -> list[str]
     ]
 
 
+def race_problems(race: bool | None) -> list[str]:
+    """A block of the operators writes output offsets where slower blocks have yet to read input
+    offsets, which then fetch other rows than they should."""
+    if not race:
+        return []
+    return [
+        f"the all-to-alls of torch {torch.__version__} may fetch wrong rows (a race that torch's "
+        "pull request 192300 of August 2026 removed): needs a later release"
+    ]
+
+
 def offsets_race(folder: Path | None = None) -> bool | None:
-    """Whether the operators of this torch may read offsets that they overwrite (pull request
-    192300); None: cannot be told."""
+    """Whether this torch has that race; None: cannot be told."""
     path = (folder or Path(torch.__file__).parent / "lib") / "libtorch_nvshmem.so"
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -236,13 +253,19 @@ def start(group: EPGroup, core: Any | None, device: Any = None) -> str:
     if group.cpu_group is not None:
         first = dist.get_global_rank(group.cpu_group, 0)
         dist.broadcast_object_list(said, src=first, group=group.cpu_group)
-    core.init(
-        device=_cuda_device() if device is None else device,
-        uid=said[0],
-        rank=group.rank,
-        nranks=group.size,
-        initializer_method="uid",
-    )
+    try:
+        core.init(
+            device=_cuda_device() if device is None else device,
+            uid=said[0],
+            rank=group.rank,
+            nranks=group.size,
+            initializer_method="uid",
+        )
+    except Exception as error:  # nvshmem4py has errors of its own
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DispatchError(
+            f"dispatcher 'nvshmem': NVSHMEM {mine} does not start: {told}"
+        ) from error
     return f"NVSHMEM {mine} started by nvshmem4py, unique id over the CPU group"
 
 

@@ -199,6 +199,16 @@ def test_the_emulation_takes_what_torch_registered(name: str) -> None:
     assert not registered.returns
 
 
+def test_torchs_operators_are_known_by_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    assert "built without CUDA" in str(nvshmem_library.why_absent())
+    wanted = {**nvshmem_library._OPERATORS, "all_to_all_vdev_2d": "in_out_splits", "new": "x"}
+    monkeypatch.setattr(nvshmem_library, "_OPERATORS", wanted)
+    said = nvshmem_library.why_absent()
+    assert said is not None and "has no symm_mem.all_to_all_vdev_2d, new as of" in said
+
+
 def test_the_emulation_has_torchs_other_calls() -> None:
     real, mine = nvshmem_library.TorchSymmetricMemory(), SymmetricMemory()
     for name in vars(real):
@@ -259,6 +269,9 @@ def test_a_race_in_torchs_operators_is_known_by_its_kernels(tmp_path: Path) -> N
     assert race(tmp_path) is True
     library.write_bytes(b"..._Z20writeOutputOffsets_2dPl...")
     assert race(tmp_path) is False
+    problems = nvshmem_library.race_problems
+    assert problems(None) == problems(False) == []
+    assert f"torch {torch.__version__} may fetch wrong rows" in problems(True)[0]
 
 
 def test_the_backend_is_chosen_once() -> None:
@@ -291,7 +304,11 @@ class _Core:
     def get_unique_id(self, empty: bool = False) -> str:
         return "" if empty else "the id"
 
+    broken = False
+
     def init(self, **how: Any) -> None:
+        if self.broken:
+            raise OSError("no driver\nand more")
         self.calls.append(how)
 
 
@@ -323,6 +340,9 @@ def test_start_by_a_unique_id_over_the_cpu_group(two: Any) -> None:
     ]
     running = _Core(running=True)
     assert nvshmem_library.start(two, running) == "NVSHMEM 3.4.5 was running"
+    core.broken = True
+    with pytest.raises(DispatchError, match="NVSHMEM 3.4.5 does not start: OSError: no driver"):
+        nvshmem_library.start(two, core, device="device")
     two.theirs.world = 4
     assert "some of the job's ranks only" in nvshmem_library.start(two, running)
     two.theirs.version = None
