@@ -5,17 +5,20 @@ lockstep run on it as they are. What a rank gives is copied when it is given; it
 the others where it waits, so two batches may be in flight. The board also checks what a real
 network would not: that all ranks make the same collectives in the same order, with sizes that fit.
 
-Knows: all_to_all_single, all_gather, all_gather_single, reduce_scatter_single (sums). Knows nothing
-of what is sent. For CPU tensors; `torch.set_num_threads(1)` first, else each thread keeps a team.
+Knows: all_to_all_single, all_gather, all_gather_single, reduce_scatter_single (sums), and messages
+from rank to rank by tag, on which emulated libraries run. Knows nothing of what is sent. For CPU
+tensors; `torch.set_num_threads(1)` first, else each thread keeps a team.
 
 Shape letters: R ranks.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -59,7 +62,8 @@ class _Work:
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """timeout is the board's: its patience."""
         self._wait()
         return True
 
@@ -74,6 +78,7 @@ class ThreadBoard:
         self._open: dict[int, _Collective] = {}
         self._next = [0] * size
         self._broken: str | None = None
+        self._mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor | None]] = {}
 
     def group(self, rank: int, ranks_per_node: int | None = None) -> EPGroup:
         """For the thread that is this rank; tokens and votes go over one sequence."""
@@ -170,9 +175,32 @@ class ThreadBoard:
             self._break(f"collective {number}: {what}")
             self._stop_if_broken()
 
+    def mailbox(self, source: int, to: int, tag: int) -> queue.SimpleQueue[Tensor | None]:
+        """Messages of this tag; None where the board is broken."""
+        with self._lock:
+            self._stop_if_broken()
+            return self._mail.setdefault((source, to, tag), queue.SimpleQueue())
+
+    def collect(self, source: int, to: int, tag: int) -> Tensor:
+        """The next message of this tag, once it is there."""
+        try:
+            message = self.mailbox(source, to, tag).get(timeout=self._patience)
+        except queue.Empty:
+            message = None
+        with self._lock:
+            if message is None:
+                self._break(f"rank {to}: no message {tag} of rank {source}")
+                self._stop_if_broken()
+            elif self._mail[source, to, tag].empty():
+                del self._mail[source, to, tag]
+        assert message is not None
+        return message
+
     def _break(self, reason: str) -> None:
         if self._broken is None:
             self._broken = reason
+        for box in self._mail.values():
+            box.put(None)
         for one in self._open.values():
             one.complete.set()
 
@@ -187,6 +215,19 @@ class ThreadGroup:
     def __init__(self, board: ThreadBoard, rank: int) -> None:
         self._board = board
         self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._board.size
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
+        self._board.mailbox(self._rank, to, tag).put(tensors[0].clone())
+        return _Work(lambda: None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
+        return _Work(lambda: _fill(tensors[0], self._board.collect(source, self._rank, tag)))
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_splits: Any, splits: Any, opts: Any = None
@@ -252,6 +293,10 @@ class ThreadGroup:
             self._board.taken(number, one)
 
         return _Work(wait)
+
+
+def _fill(out: Tensor, message: Tensor) -> None:
+    out.copy_(message)
 
 
 def _each(outs: list[Tensor], given: list[Tensor]) -> None:

@@ -1,35 +1,45 @@
 """`Buffer`, the first API: names, parameters, defaults and limits of the library, on a CPU.
 
-Knows: what the library's Python does before its C++ side is called. The work is in low_latency.py
-and normal.py. Documented in `signatures.py`; tested against it.
+Knows: what the library's Python does before its C++ side is called. The work is in low_latency.py,
+normal.py (one node) and internode.py (several). Documented in `signatures.py`; tested against it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dispatch import deepep
+from dispatch.emulation.calls import Rows, biases_of, call_of, dispatched
 from dispatch.emulation.errors import host_assert, python_assert
-from dispatch.emulation.events import Config, EventHandle, EventOverlap
+from dispatch.emulation.events import (
+    Config,
+    EventHandle,
+    EventOverlap,
+    Hook,
+    begin_after,
+    check_async,
+    finish,
+    lazily,
+)
 from dispatch.emulation.exchange import Exchange
+from dispatch.emulation.internode import Internode
 from dispatch.emulation.low_latency import LowLatency
-from dispatch.emulation.normal import Normal, Rows
+from dispatch.emulation.normal import Normal, layout
 from dispatch.emulation.sizes import COMBINE_CHUNKS, DISPATCH_CHUNKS, check_sizes
-
-Hook = Callable[[], None]
 
 
 class Buffer:
     """group: a process group that carries CPU tensors. timeout_seconds: how long a receiver waits
-    for a peer; 100 s in the library, where it is compiled in."""
+    for a peer; 100 s in the library, where it is compiled in. ranks_per_node: 8 there (`nodes_of`
+    makes fewer)."""
 
     num_sms: int = 20
     timeout_seconds: float = 100.0
+    ranks_per_node: int = deepep.RANKS_PER_NODE
 
     def __init__(
         self,
@@ -52,10 +62,12 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        check_sizes(self.group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode)
+        check_sizes(
+            self.group_size, self.ranks_per_node, num_nvl_bytes, num_rdma_bytes, low_latency_mode
+        )
         # What the library would write into the environment; here it is only kept.
         self.environment: dict[str, str] = {}
-        if self.group_size > deepep.RANKS_PER_NODE or low_latency_mode:
+        if self._several_nodes or low_latency_mode:
             python_assert(num_qps_per_rank > 0, "num_qps_per_rank > 0")
             depth = os.environ.get("NVSHMEM_QP_DEPTH", str(deepep.DEFAULT_QP_DEPTH))
             self.nvshmem_qp_depth = int(depth)
@@ -77,11 +89,12 @@ class Buffer:
         self._exchange: Exchange | None = exchange
         self._ll = LowLatency(exchange, num_rdma_bytes, num_qps_per_rank, enable_shrink)
         self._normal = Normal(exchange, num_nvl_bytes)
+        self._internode = Internode(exchange, num_nvl_bytes, num_rdma_bytes, self.ranks_per_node)
 
     def destroy(self) -> None:
         python_assert(self.explicitly_destroy, "`explicitly_destroy` flag must be set")
         if self._exchange is not None:
-            self._exchange.close()
+            self._exchange.close(broken=self._unfinished)
         self._exchange = None
 
     @staticmethod
@@ -135,9 +148,9 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
-        layout = self._normal.layout(topk_idx, num_experts)
-        return *layout, _finish(async_finish, lambda: None)
+        begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        found = layout(topk_idx, num_experts, self.group_size, self.ranks_per_node)
+        return *found, finish(async_finish, lambda: None)
 
     def dispatch(
         self,
@@ -164,39 +177,45 @@ class Buffer:
         EventOverlap,
     ]:
         self._open()
-        config = self.get_dispatch_config(self.group_size) if config is None else config
-        if self.group_size > deepep.RANKS_PER_NODE:
+        if self._several_nodes:
             python_assert(
                 num_worst_tokens == 0,
                 "Internode dispatch does not support `num_worst_tokens > 0`",
             )
-        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
-        num_experts = 0
+            return self.internode_dispatch(
+                x,
+                handle,
+                num_tokens_per_rank,
+                num_tokens_per_rdma_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+                expert_alignment,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+            )
+        config = self.get_dispatch_config(self.group_size) if config is None else config
+        begin_after(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            python_assert(topk_idx is None and topk_weights is None, "a handle brings its picks")
             is_token_in_rank = handle[4]
-        else:
-            complete = num_tokens_per_rank is not None and num_tokens_per_expert is not None
-            python_assert(complete and is_token_in_rank is not None, "the layout must be given")
-            assert num_tokens_per_expert is not None
-            num_experts = num_tokens_per_expert.shape[0]
-        assert is_token_in_rank is not None
-        recv, idx, weights, counts, new_handle, receive = self._normal.dispatch(
+        call = call_of(
             x,
+            handle,
+            num_tokens_per_rank is not None,
             is_token_in_rank,
+            num_tokens_per_expert,
             topk_idx,
             topk_weights,
-            num_experts,
             expert_alignment,
             num_worst_tokens,
             config,
-            handle,
         )
-        self._ll.dirty = True
-        event = _finish(async_finish, receive)
-        if handle is not None:
-            return recv, None, None, None, None, event
-        return recv, idx, weights, counts, new_handle, event
+        self._ll.interrupt()
+        arrivals, new_handle, receive = self._normal.dispatch(call)
+        return dispatched(arrivals, handle, new_handle, finish(async_finish, receive))
 
     def combine(
         self,
@@ -210,14 +229,24 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         self._open()
+        if self._several_nodes:
+            return self.internode_combine(
+                x,
+                handle,
+                topk_weights,
+                bias,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+            )
         config = self.get_combine_config(self.group_size) if config is None else config
-        _begin_after(previous_event, async_finish, allocate_on_comm_stream)
-        biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-        if isinstance(bias, tuple):
-            python_assert(len(bias) == 2, f"bias: a tensor or two of them, not {len(bias)}")
-        out, weights, receive = self._normal.combine(x, handle, topk_weights, biases, config)
-        self._ll.dirty = True
-        return out, weights, _finish(async_finish, receive)
+        begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        self._ll.interrupt()
+        out, weights, receive = self._normal.combine(
+            x, handle, topk_weights, biases_of(bias), config
+        )
+        return out, weights, finish(async_finish, receive)
 
     def internode_dispatch(
         self,
@@ -234,8 +263,35 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> Any:
-        raise NotImplementedError("the emulation's normal mode is for 8 ranks at most")
+    ) -> tuple[
+        Rows,
+        Tensor | None,
+        Tensor | None,
+        list[int] | None,
+        tuple[Any, ...] | None,
+        EventOverlap,
+    ]:
+        self._open()
+        host_assert(self._several_nodes, f"R={self.group_size} are on several nodes")
+        config = self.get_dispatch_config(self.group_size) if config is None else config
+        begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        if handle is not None:
+            is_token_in_rank = handle[0]
+        call = call_of(
+            x,
+            handle,
+            num_tokens_per_rank is not None and num_tokens_per_rdma_rank is not None,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            0,
+            config,
+        )
+        self._ll.interrupt()
+        arrivals, new_handle, receive = self._internode.dispatch(call, num_tokens_per_rdma_rank)
+        return dispatched(arrivals, handle, new_handle, finish(async_finish, receive))
 
     def internode_combine(
         self,
@@ -247,8 +303,16 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> Any:
-        raise NotImplementedError("the emulation's normal mode is for 8 ranks at most")
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        self._open()
+        host_assert(self._several_nodes, f"R={self.group_size} are on several nodes")
+        config = self.get_combine_config(self.group_size) if config is None else config
+        begin_after(previous_event, async_finish, allocate_on_comm_stream)
+        self._ll.interrupt()
+        out, weights, receive = self._internode.combine(
+            x, handle, topk_weights, biases_of(bias), config
+        )
+        return out, weights, finish(async_finish, receive)
 
     # -- low latency -----------------------------------------------------------------------
 
@@ -274,7 +338,7 @@ class Buffer:
     ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Hook | None]:
         self._open_for_low_latency()
         self._check_depth(num_max_dispatch_tokens_per_rank)
-        _check_async(async_finish, return_recv_hook)
+        check_async(async_finish, return_recv_hook)
         recv, scales, count, src_info, layout_range, receive = self._ll.dispatch(
             x,
             topk_idx,
@@ -293,7 +357,7 @@ class Buffer:
             x.shape[1],
             num_experts,
         )
-        event, hook = _lazily(receive, async_finish, return_recv_hook)
+        event, hook = lazily(receive, async_finish, return_recv_hook)
         rows: Rows = recv if scales is None else (recv, scales)
         return rows, count, handle, event, hook
 
@@ -312,7 +376,7 @@ class Buffer:
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         self._open_for_low_latency()
         self._check_depth(handle[2])
-        _check_async(async_finish, return_recv_hook)
+        check_async(async_finish, return_recv_hook)
         combined, receive = self._ll.combine(
             x,
             topk_idx,
@@ -323,7 +387,7 @@ class Buffer:
             out,
             combine_wait_recv_cost_stats,
         )
-        event, hook = _lazily(receive, async_finish, return_recv_hook)
+        event, hook = lazily(receive, async_finish, return_recv_hook)
         return combined, event, hook
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -345,6 +409,14 @@ class Buffer:
 
     # -- parts -----------------------------------------------------------------------------
 
+    @property
+    def _several_nodes(self) -> bool:
+        return self.group_size > self.ranks_per_node
+
+    @property
+    def _unfinished(self) -> bool:
+        return self._ll.unfinished or self._normal.unfinished or self._internode.unfinished
+
     def _open(self) -> None:
         host_assert(self._exchange is not None, "the buffer is not destroyed")
 
@@ -357,37 +429,3 @@ class Buffer:
             self.nvshmem_qp_depth >= (max_tokens + 1) * 2,
             f"NVSHMEM_QP_DEPTH={self.nvshmem_qp_depth} >= 2 * (M + 1), M={max_tokens}",
         )
-
-
-def _begin_after(previous: EventOverlap | None, asynchronous: bool, on_comm_stream: bool) -> None:
-    if on_comm_stream:
-        host_assert(
-            previous is not None and asynchronous,
-            "allocate_on_comm_stream needs previous_event and async_finish",
-        )
-    if previous is not None and previous.event is not None:
-        previous.event.current_stream_wait()
-
-
-def _check_async(asynchronous: bool, hook: bool) -> None:
-    host_assert(not (asynchronous and hook), "async_finish and return_recv_hook exclude each other")
-
-
-def _finish(asynchronous: bool, receive: Hook) -> EventOverlap:
-    if asynchronous:
-        return EventOverlap(EventHandle(receive))
-    receive()
-    return EventOverlap(None)
-
-
-def _lazily(receive: Hook, asynchronous: bool, hook: bool) -> tuple[EventOverlap, Hook | None]:
-    """The event, and the hook where one was asked for. A hook is called once."""
-    if not hook:
-        return _finish(asynchronous, receive), None
-    pending = [receive]
-
-    def once() -> None:
-        host_assert(pending, "a hook is called once")
-        pending.pop()()
-
-    return EventOverlap(None), once

@@ -12,10 +12,12 @@ from typing import Any
 
 from dispatch.emulation.errors import host_assert, python_assert
 
-_NVL_PEERS = 8
 _MAX_TOP_K = 128  # what the size hints assume
 _MAX_SCALES = 128
 _META_BYTES = 8
+
+
+Hook = Callable[[], None]
 
 
 class EventHandle:
@@ -71,6 +73,8 @@ class EventOverlap:
 class Config:
     """Multiprocessors and chunk sizes of normal mode."""
 
+    nvl_peers: int = 8  # ranks a node
+
     def __init__(
         self,
         num_sms: int = 20,
@@ -95,7 +99,7 @@ class Config:
         """Bytes for NVLink queues: for each channel and peer, chunks of rows with their picks,
         weights and scales."""
         nodes = self._nodes(num_ranks)
-        queues = self.num_sms // 2 * min(num_ranks, _NVL_PEERS)
+        queues = self.num_sms // 2 * min(num_ranks, self.nvl_peers)
         row = hidden_bytes + _META_BYTES + _MAX_TOP_K * 12 + _MAX_SCALES * 4
         size = queues * ((2 * nodes + 3) * 4 + self.num_max_nvl_chunked_recv_tokens * row)
         return -(-size // 128) * 128
@@ -107,12 +111,48 @@ class Config:
             return 0
         row = hidden_bytes + _META_BYTES + _MAX_TOP_K * 12 + _MAX_SCALES * 4 + 16
         queues = self.num_sms // 2 * nodes
-        size = queues * ((_NVL_PEERS * 2 + 2) * 8 + 2 * self.num_max_rdma_chunked_recv_tokens * row)
+        size = queues * (
+            (self.nvl_peers * 2 + 2) * 8 + 2 * self.num_max_rdma_chunked_recv_tokens * row
+        )
         return -(-size // 128) * 128
 
     def _nodes(self, num_ranks: int) -> int:
         host_assert(
-            num_ranks < _NVL_PEERS or num_ranks % _NVL_PEERS == 0,
-            f"num_ranks below {_NVL_PEERS} or a multiple of it, not {num_ranks}",
+            num_ranks < self.nvl_peers or num_ranks % self.nvl_peers == 0,
+            f"num_ranks below {self.nvl_peers} or a multiple of it, not {num_ranks}",
         )
-        return max(num_ranks // _NVL_PEERS, 1)
+        return max(num_ranks // self.nvl_peers, 1)
+
+
+def begin_after(previous: EventOverlap | None, asynchronous: bool, on_comm_stream: bool) -> None:
+    if on_comm_stream:
+        host_assert(
+            previous is not None and asynchronous,
+            "allocate_on_comm_stream needs previous_event and async_finish",
+        )
+    if previous is not None and previous.event is not None:
+        previous.event.current_stream_wait()
+
+
+def check_async(asynchronous: bool, hook: bool) -> None:
+    host_assert(not (asynchronous and hook), "async_finish and return_recv_hook exclude each other")
+
+
+def finish(asynchronous: bool, receive: Hook) -> EventOverlap:
+    if asynchronous:
+        return EventOverlap(EventHandle(receive))
+    receive()
+    return EventOverlap(None)
+
+
+def lazily(receive: Hook, asynchronous: bool, hook: bool) -> tuple[EventOverlap, Hook | None]:
+    """The event, and the hook where one was asked for. A hook is called once."""
+    if not hook:
+        return finish(asynchronous, receive), None
+    pending = [receive]
+
+    def once() -> None:
+        host_assert(pending, "a hook is called once")
+        pending.pop()()
+
+    return EventOverlap(None), once

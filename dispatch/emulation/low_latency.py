@@ -53,6 +53,7 @@ class LowLatency:
         self._num_qps = num_qps
         self._results: dict[int, _Result] = {}  # by id of src_info
         self._combines_in_flight = 0
+        self._not_combined = 0  # dispatches, whether or not anybody still holds their handles
         self._zero_copy: Tensor | None = None
 
     # -- there -----------------------------------------------------------------------------
@@ -121,6 +122,7 @@ class LowLatency:
         count = torch.full((local,), -1, dtype=torch.int32)
         src_info = torch.full((local, width), -1, dtype=torch.int32)
         layout_range = torch.full((local, size), -1, dtype=torch.int64)
+        self._not_combined += 1
         result = _Result(weakref.ref(src_info))
         self._results[id(src_info)] = result
 
@@ -213,6 +215,7 @@ class LowLatency:
                 parts.append(torch.cat((numbers.view(torch.uint8), rows.view(torch.uint8)), 1))
             self.exchange.send(operation, rank, Message(counts, torch.cat(parts).reshape(-1)))
         result.combined = True
+        self._not_combined -= 1
         self._combines_in_flight += 1
         poison = torch.full((tokens, hidden), torch.nan, dtype=torch.bfloat16)
         combined = poison if out is None else out.copy_(poison)
@@ -263,6 +266,21 @@ class LowLatency:
                 )
             total[t] += rows[at].to(torch.float32) * weights[t, k : k + 1]
         return total
+
+    @property
+    def unfinished(self) -> bool:
+        """Is there a layer that has not come home? Its peers may be waiting."""
+        return bool(self._not_combined or self._combines_in_flight)
+
+    def interrupt(self) -> None:
+        """Normal mode is about to use the buffer, which afterwards must be cleaned."""
+        self._forget()
+        lost = [r for r in self._results.values() if not r.received]
+        if lost or self._combines_in_flight:
+            raise BufferRuleError(
+                "normal mode while a low-latency result is in flight: call its hook first"
+            )
+        self.dirty = True
 
     # -- the rest --------------------------------------------------------------------------
 
@@ -340,9 +358,13 @@ class LowLatency:
         if self.dirty:
             raise BufferRuleError("after normal mode clean_low_latency_buffer must come first")
 
+    def _forget(self) -> None:
+        """Results that nobody holds any more."""
+        self._results = {k: r for k, r in self._results.items() if r.alive() is not None}
+
     def _check_rules(self, call: str, consumes: _Result | None = None) -> None:
         """Two buffers alternate, and what one call receives another's send would wipe."""
-        self._results = {k: r for k, r in self._results.items() if r.alive() is not None}
+        self._forget()
         held = [r for r in self._results.values() if not r.combined and r is not consumes]
         if call == "dispatch" and self._combines_in_flight:
             raise BufferRuleError("dispatch while a combine is in flight: call its hook first")

@@ -39,12 +39,12 @@ COMBINE_CHUNKS = {
 }
 
 
-def check_sizes(size: int, nvl: int, rdma: int, low_latency: bool) -> None:
+def check_sizes(size: int, node: int, nvl: int, rdma: int, low_latency: bool) -> None:
+    """size: ranks; node: of one node; the others as `Buffer` takes them."""
     for name, value in (("num_nvl_bytes", nvl), ("num_rdma_bytes", rdma)):
         host_assert(value >= 0 and value % 128 == 0, f"{name}={value} is a multiple of 128")
         host_assert(value <= deepep.MAX_BUFFER_BYTES, f"{name}={value} is under 32 GiB")
     host_assert(low_latency or rdma < 2**31, f"num_rdma_bytes={rdma} < 2^31 in normal mode")
-    node = deepep.RANKS_PER_NODE
     host_assert(size < node or size % node == 0, f"R={size} is below {node} or a multiple of it")
     largest = max(deepep.NORMAL_RANKS)
     host_assert(low_latency or size <= largest, f"R={size} <= {largest} in normal mode")
