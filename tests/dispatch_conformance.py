@@ -31,6 +31,7 @@ from dispatch.base import (
 )
 from dispatch.collective import CollectiveDispatcher
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
+from dispatch.deepep_v2 import EmulatedElasticDispatcher, EmulatedEPDispatcher
 from dispatch.fp8 import dequantise, quantise
 from dispatch.local import LocalDispatcher
 from dispatch.nvshmem import EmulatedSymmetricDispatcher
@@ -49,7 +50,8 @@ class Contender:
     travel. summed_error: of the largest result, in the SUMMED form in bfloat16; row_error: of the
     same in any form, where it quantises in its own way; 0 is bit by bit. together: when one rank
     refuses, all end at that layer (else peers wait until it is gone, see the tests of failures).
-    thousand: with how many ranks it makes a thousand steps. hooks: for its constructor.
+    thousand: with how many ranks it makes a thousand steps. ordered: ROUTED rows of one source come
+    in the order of its tokens. registered: the registry makes it. hooks: for its constructor.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Contender:
     row_error: float = 0.0
     together: bool = True
     thousand: tuple[int, ...] = (2,)
+    ordered: bool = True
+    registered: bool = True
     hooks: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,6 +107,17 @@ _SYMMETRIC: dict[str, Any] = {
     "hidden_sizes": (128, 2048, 7168),
     "experts": 12,
     "layout": Layout.EXPANDED,
+    "together": False,
+}
+# Weighted rows, shares of a rank and their sum in bfloat16. Alignment: small, else most is padding.
+_ELASTIC: dict[str, Any] = {
+    "forms": (CombineForm.SUMMED,),
+    "dtypes": (torch.bfloat16,),
+    "hidden": 256,
+    "hidden_sizes": (256, 2048, 7168),
+    "top_ks": (1, 8, 11),
+    "deterministic": False,
+    "summed_error": 7 * 2**-8,
     "together": False,
 }
 _LL_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168)
@@ -142,6 +157,42 @@ CONTENDERS = (
         summed_error=2**-8,
         row_error=2**-4,
         together=False,
+    ),
+    Contender(
+        "deepep_v2 (emulated)",
+        EmulatedElasticDispatcher,
+        ranks=(1, 2, 4, 8),
+        ordered=False,
+        **_ELASTIC,
+    ),
+    Contender(
+        "deepep_v2 (emulated), expanded",
+        EmulatedElasticDispatcher,
+        ranks=(1, 2, 8),
+        layout=Layout.EXPANDED,
+        thousand=(),
+        hooks={"expand": True, "alignment": 8},
+        **_ELASTIC,
+    ),
+    Contender(
+        "deepep_v2 (emulated), fp8 without sync",
+        EmulatedElasticDispatcher,
+        ranks=(1, 2, 8),
+        wire=WireFormat.FP8,
+        ordered=False,
+        thousand=(),
+        hooks={"cpu_sync": False},
+        **_ELASTIC,
+    ),
+    Contender(
+        "deepep_v2 (emulated 2.5), fp8 expanded without sync",
+        EmulatedEPDispatcher,
+        ranks=(1, 2, 4, 8),
+        wire=WireFormat.FP8,
+        layout=Layout.EXPANDED,
+        registered=False,
+        hooks={"expand": True, "cpu_sync": False, "alignment": 8},
+        **_ELASTIC,
     ),
     Contender("nvshmem (emulated)", EmulatedSymmetricDispatcher, **_SYMMETRIC),
     Contender(
@@ -208,15 +259,25 @@ def wrong_in(
     contender: Contender, d: Dispatcher, trial: Trial, form: CombineForm, rank: int
 ) -> list[str]:
     """One layer against the twin: rows, slots, weights, counts and what comes home where rows come
-    ROUTED, and in the order of the grouped experts; else counts and what comes home."""
+    ROUTED, and in the order of the grouped experts; else counts and what comes home, where rows are
+    ROUTED in any order also which they are."""
     tolerance, wanted = contender.tolerance(trial, form), trial.wanted[form]
-    if contender.layout is Layout.ROUTED:
+    if contender.layout is Layout.ROUTED and contender.ordered:
         return differences(d, trial.case, rank, tolerance, wanted)
     received, home = layer(d, trial, rank)
     found = [] if received.layout is contender.layout else [f"layout: {received.layout.value}"]
     if not torch.equal(received.counts, wanted[0][rank].counts):
         found.append("received.counts")
+    if contender.layout is Layout.ROUTED and rows_of(received) != rows_of(wanted[0][rank]):
+        found.append("received: other rows")
     return found + differs(home, wanted[1][rank], tolerance)
+
+
+def rows_of(received: Received) -> list[list[float]]:
+    """x, slots and weights of each row that somebody wants, in an order of their own."""
+    keep = (received.slots >= 0).any(1)
+    parts = [part[keep].float() for part in (received.slots, received.weights, received.x)]
+    return sorted(torch.cat(parts, 1).tolist())
 
 
 def differs(home: Tensor, wanted: Tensor, tolerance: float) -> list[str]:
@@ -248,6 +309,8 @@ def check_single(contender: Contender, group: EPGroup, trials: Trials) -> list[s
 def check_by_name(contender: Contender, group: EPGroup, trials: Trials) -> list[str]:
     """The registry makes it, and no other."""
     name, trial = contender.kind.name, trials.row[0]
+    if not contender.registered:
+        return []
     try:
         choice = create_dispatcher(name, group, trial.config, **contender.hooks)
     except DispatchError as error:
