@@ -51,7 +51,9 @@ def quantise_rows(x: Tensor, *, ue8m0: bool = False, floor: float = FLOOR) -> tu
     """x [T, D] -> e4m3 [T, D], fp32 scales [T, G]: largest magnitude of a block (never less than
     `floor`) / 448, for UE8M0 the next power of two. The last block counts as filled with zeros."""
     blocks = _blocks(x)
-    scale = blocks.abs().amax(dim=2).clamp_min(floor) / E4M3_MAX
+    largest = blocks.abs().amax(dim=2).clamp_min(floor)
+    # By a tensor: CUDA multiplies by the inverse of a plain number, and so rounds otherwise.
+    scale = largest / torch.full_like(largest, E4M3_MAX)
     if ue8m0:
         scale = power_of_two_scale(scale)
     values = (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
@@ -91,12 +93,12 @@ def dequantise(values: Tensor, scales: Tensor, form: ScaleFormat, dtype: torch.d
 
 
 def power_of_two_scale(scale: Tensor) -> Tensor:
-    """The next power of two, 2^ceil(log2(scale)): what UE8M0 can hold. Exact by exponent bits. An
-    infinity for what is none or no number: its exponent byte is 255, UE8M0's NaN."""
-    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    power = torch.ldexp(torch.ones_like(scale), exponent)
-    return torch.where(scale.isfinite(), power, torch.inf)
+    """fp32 scales, none negative -> the next power of two, 2^ceil(log2(scale)), at least 2^-126:
+    what UE8M0 can hold. Exact by exponent bits, on every device. An infinity for what is none or no
+    number: its exponent byte is 255, UE8M0's NaN."""
+    bits = scale.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return (exponent.clamp(1, 255) << 23).view(torch.float32)
 
 
 def pack_exponents(scale: Tensor) -> Tensor:

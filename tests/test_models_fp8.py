@@ -52,6 +52,9 @@ def test_powers_of_two_are_exact() -> None:
     exact = torch.tensor([2.0**-20, 0.5, 1.0, 2.0, 64.0])
     assert torch.equal(power_of_two_scale(exact), exact)
     assert power_of_two_scale(torch.tensor([0.51, 1.0001, 3.0])).tolist() == [1.0, 2.0, 4.0]
+    edges = torch.tensor([0.0, 1e-45, 2.0**-126, 2.0**127, 3e38, torch.inf, torch.nan])
+    wanted = [2.0**-126] * 3 + [2.0**127] + [float("inf")] * 3
+    assert power_of_two_scale(edges).tolist() == wanted
 
 
 def test_e8m0_bytes_are_exponents() -> None:
