@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from gloo_threads import gloo_threads
 
-from dispatch.base import DispatchConfig, Dispatcher
+from dispatch.base import DispatchConfig, Dispatcher, DispatchError, PeerError, WireFormat
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
 from dispatch.delayed import DelayedDispatcher
 from dispatch.local import LocalDispatcher
@@ -332,6 +333,7 @@ def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 HOSTED = ExpertPlacement.trivial(4, 9, 4, 3)  # 8 routed, the shared one, 3 copies
 CASES = {
     "2-agreed": (2, ThreadedCollective, ExpertPlacement.trivial(4, 8, 2), True),
+    "2-fp8": (2, ThreadedCollective, ExpertPlacement.trivial(4, 8, 2), True),
     "2-not-agreed": (2, ThreadedCollective, ExpertPlacement.trivial(4, 8, 2, 2), False),
     "2-gathered": (2, ThreadedAllGather, ExpertPlacement.trivial(4, 8, 2), True),
     "4-hosted": (4, ThreadedCollective, HOSTED, True),
@@ -345,6 +347,7 @@ def test_ranks_say_the_same_through_a_change_of_placement(folder: Path, name: st
     checks that all make the same collectives."""
     size, kind, placement, agreed = CASES[name]
     board, chosen = ThreadBoard(size), kernels()
+    wire = WireFormat.FP8 if name.endswith("fp8") else WireFormat.MODEL
     bundles: dict[int, list[list[torch.Tensor]]] = {}
     barrier = threading.Barrier(size)
 
@@ -356,7 +359,7 @@ def test_ranks_say_the_same_through_a_change_of_placement(folder: Path, name: st
             kernels=chosen,
             group=group,
             dispatcher_factory=lambda config: kind(
-                group, config, combine_pairs=chosen.combine_pairs
+                group, replace(config, wire=wire), combine_pairs=chosen.combine_pairs
             ),
             placement=placement,
             max_tokens_per_rank=64,
@@ -398,6 +401,47 @@ def test_ranks_say_the_same_through_a_change_of_placement(folder: Path, name: st
         )
 
     board.run(rank_main)
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("call", [3, 4])
+def test_a_refusal_within_a_half_ends_the_step_on_all_ranks(
+    folder: Path, call: int, agreed: bool
+) -> None:
+    """Of the second layer: the first half's dispatch, the second's. The other rank has a half in
+    flight, and may have sent the next one already."""
+
+    class Refusing(ThreadedCollective):
+        count = 0
+
+        def dispatch_start(self, x: Any, slots: torch.Tensor, weights: torch.Tensor) -> Any:
+            self.count += 1
+            if self.group.rank == 1 and self.count == call:
+                slots = torch.full_like(slots, 1000)
+            return super().dispatch_start(x, slots, weights)
+
+    board = ThreadBoard(2, patience=10)
+    errors: dict[int, DispatchError] = {}
+
+    def rank_main(rank: int) -> None:
+        group = board.group(rank)
+        model = load_model(
+            folder,
+            dtype=torch.bfloat16,
+            kernels=kernels(),
+            group=group,
+            dispatcher_factory=lambda config: Refusing(group, config),
+            num_threads=1,
+        )
+        model.dispatcher.set_step_bound(2 if agreed else None)
+        with pytest.raises(DispatchError) as caught:
+            OfflineRunner(model).step({0: [3, 4, 5]}, halves=True)
+        errors[rank] = caught.value
+
+    board.run(rank_main)
+    first, second = errors[0], errors[1]
+    assert isinstance(first, PeerError) and "rank" in str(first), first
+    assert not isinstance(second, PeerError) and "1000" in str(second), second
 
 
 def test_deepep_low_latency_takes_two_halves(tmp_path: Path) -> None:
