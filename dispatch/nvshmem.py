@@ -130,7 +130,7 @@ class SymmetricDispatcher(Dispatcher):
             check_probe(self.name, self.probe(group, config))
         if combine_form not in (None, CombineForm.PAIRS):
             raise DispatchError(
-                f"combine_form={combine_form}: rows come home one by one; must be PAIRS"
+                f"combine_form={combine_form.value}: rows come home one by one; must be pairs"
             )
         self.group, self.config = group, config
         self.num_local_experts = config.num_physical_experts // group.size

@@ -247,7 +247,10 @@ def refusals(group: EPGroup) -> list[str]:
     twice = torch.tensor([[0, 3, 11, -1], [4, -1, 5, 4]], dtype=torch.int32)
     refused("token 1 has slot 4 twice", lambda: d.dispatch_start(x, twice, weights))
     refused("valid are -1 (masked) and 0..11", lambda: d.dispatch_start(x, slots + 1, weights))
-    refused("must be PAIRS", lambda: type(d)(group, CONFIG, combine_form=CombineForm.SUMMED))
+    refused(
+        "combine_form=summed: rows come home one by one; must be pairs",
+        lambda: type(d)(group, CONFIG, combine_form=CombineForm.SUMMED),
+    )
     d.set_step_bound(1)
     refused("the agreed bound is 1", lambda: d.dispatch_start(x, slots, weights))
     d.set_step_bound(None)
