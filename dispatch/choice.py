@@ -54,8 +54,8 @@ class CannotRun(DispatchError):
 
 @dataclass(frozen=True)
 class Wish:
-    """A name for each phase, "auto" included. emulate: of libraries that want GPUs, their emulation
-    on CPUs."""
+    """A name for each phase, "auto" included. emulate: of what is named, the emulation on CPUs
+    where there is one; auto finds none."""
 
     prefill: str = AUTO
     decode: str = AUTO
@@ -224,7 +224,7 @@ def choose(
         said, asked = probes[phase], wish.of(phase)
         refusals[phase] = {}
         for name in [n for n in _ORDER[phase] if n in said] if asked == AUTO else [asked]:
-            key = key_of(name, wish.emulate, said)
+            key = key_of(name, wish.emulate and asked != AUTO, said)
             if not said[key].ok:
                 refusals[phase][name] = said[key].reason
                 continue

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from dispatch.base import DispatchConfig
-from dispatch.choice import Choice
+from dispatch.choice import Choice, Wish
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
 from ep.presets import PRESETS
@@ -68,9 +68,11 @@ class StartUp:
 def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
     """All checks that need no weights; ConfigError with every problem of every rank."""
     problems: list[str] = []
+    unknown: list[str] = []
+    wish = read_wish(config, unknown)
     offers: list[Offer] = []
-    start = _resolve(config, group, problems, offers)
-    wish = read_wish(config, problems)
+    start = _resolve(config, group, wish, problems, offers)
+    problems += unknown
     choice = agree_on_dispatcher(group, wish, offers[0] if offers else None, problems)
     if start is not None and choice is not None:
         start.chosen = choice
@@ -85,7 +87,11 @@ def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
 
 
 def _resolve(
-    config: ServeConfig, group: EPGroup, problems: list[str], offers: list[Offer]
+    config: ServeConfig,
+    group: EPGroup,
+    wish: Wish | None,
+    problems: list[str],
+    offers: list[Offer],
 ) -> StartUp | None:
     """offers: gets this rank's, as soon as the model's sizes are known, whatever else is wrong."""
     folder = config.model.checkpoint
@@ -123,7 +129,7 @@ def _resolve(
         deterministic=config.engine.deterministic,
         wire=rows.wire,
     )
-    offers.append(make_offer(config, group, dispatch))
+    offers.append(make_offer(config, group, dispatch, wish))
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None

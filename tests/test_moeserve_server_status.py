@@ -53,6 +53,29 @@ def test_experts_and_state(http: httpx.Client, job: Rehearsal) -> None:
     assert state["ranks"][0]["info"] == {"fake": True}
 
 
+def test_health_and_metrics_say_how_tokens_travel(folder: Path) -> None:
+    told = {
+        "asked": "auto",
+        "prefill": {"backend": "torch", "reason": "over gloo"},
+        "decode": {"backend": "deepep_ll", "reason": "low latency"},
+        "refused": {"nvshmem": "no such chip"},
+        "wire": "fp8",
+        "buffers_bytes": 123,
+    }
+    with Rehearsal(folder, num_ranks=2, ready=False) as job, httpx.Client(base_url=job.url) as http:
+        assert http.get("/health").json()["dispatch"] is None  # nothing is known yet
+        assert "moeserve_dispatch_info" not in http.get("/metrics").text
+        for rank in job.ranks:
+            rank.send(wire.Ready(rank.rank, 16, 64, 512, 8, {"dispatch": told}))
+        wait_for(lambda: http.get("/health").json()["ready"])
+        assert http.get("/health").json()["dispatch"] == told | {"masked_ranks": []}
+        job.ranks[1].send(stats(1, masked_ranks=(0,)))
+        wait_for(lambda: http.get("/health").json()["dispatch"]["masked_ranks"] == [0])
+        text = http.get("/metrics").text
+        line = 'moeserve_dispatch_info{decode="deepep_ll",prefill="torch",wire="fp8"} 1.0'
+        assert line in text and "moeserve_masked_ranks 1.0" in text
+
+
 def test_mtp_rows_are_told_from_the_others(folder: Path) -> None:
     with Rehearsal(folder, ready=False) as job, httpx.Client(base_url=job.url) as http:
         got = http.get("/v1/experts").json()
