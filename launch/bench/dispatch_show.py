@@ -175,12 +175,12 @@ def _cells(row: dict[str, Any], full: bool) -> list[str]:
     whole, plain = row["bytes"]["both"], row["plain_ms"]
     return [
         *(_spread(row[f"{part}_ms"], full) for part in ("dispatch", "combine", "both")),
-        f"{row['gb_per_s']:.2f}",
+        _number(row["gb_per_s"]),
         _number(whole["sent"] / 1e6),
         _number(whole["ideal"] / 1e6),
         "-" if whole["ratio"] is None else f"{whole['ratio']:.2f}",
         "-" if plain is None else _number(plain["median"]),
-        "-" if plain is None else f"{row['plain_gb_per_s']:.2f}",
+        "-" if plain is None else _number(row["plain_gb_per_s"]),
         "-" if plain is None else _number(row["times_plain"]),
     ]
 
@@ -191,5 +191,7 @@ def _spread(ms: dict[str, float], full: bool) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Three digits that count, of small numbers two."""
+    if value >= 1:
+        return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.2f}" if value >= 0.1 or not value else f"{value:.2g}"
