@@ -38,6 +38,7 @@ def main() -> int:
 def run(device: str, files: list[Path]) -> int:
     """Run the checks in these files; the table on stdout."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -69,7 +70,9 @@ def run(device: str, files: list[Path]) -> int:
         ran += not skipped
         result = "[red]failed" if bad else "[yellow]not run" if skipped else "[green]passed"
         why = next(iter(kinds.values()), "").splitlines()[:1]
-        table.add_row(part, case.get("name"), result, case.get("time", ""), "".join(why))
+        # A test's parameters stand in brackets, which are no markup.
+        texts = [escape(text) for text in (case.get("name", ""), "".join(why))]
+        table.add_row(part, texts[0], result, case.get("time", ""), texts[1])
         parts.setdefault(part, Counter())[
             "failed" if bad else "not run" if skipped else "passed"
         ] += 1

@@ -9,7 +9,10 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
-MARKED = "import pytest\n\n\n@pytest.{}\ndef test_x():\n    assert {}\n"
+MARKED = (
+    "import pytest\n\n\n@pytest.{}\n@pytest.mark.parametrize('device', ['cuda'])\n"
+    "def test_x(device):\n    assert {}\n"
+)
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def test_checks_are_run_and_shown(check, monkeypatch, capsys, outcome, code, sai
     monkeypatch.setattr(check, "describe_device", lambda: "some GPU")
     assert check.main() == code
     out = capsys.readouterr().out
-    assert "test_x" in out and said in out and "test_y" not in out
+    assert "test_x[cuda]" in out and said in out and "test_y" not in out
     failed = 1 - int(outcome == "True")
     assert f"a: {1 - failed} passed, {failed} failed, 0 not run" in out
     assert f"1 checks; 1 ran, {failed} failed, 0 not run." in out

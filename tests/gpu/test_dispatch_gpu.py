@@ -19,7 +19,6 @@ import torch.distributed as dist
 from gloo_ranks import fork_ranks, run_ranks
 from torch import Tensor
 
-from dispatch import parse_dispatch, probe_one
 from dispatch.base import CombineForm, DispatchConfig, Fp8Tokens, WireFormat
 from dispatch.collective import CollectiveDispatcher
 from dispatch.combine import combine_pairs
@@ -195,19 +194,7 @@ def rank_body(group: EPGroup, folder: Path) -> dict[str, Any]:
     return {"cannot": "", "wrong": wrong}
 
 
-# -- backends and the benchmark ------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@no_gpu
-@pytest.mark.parametrize("name", ["deepep_ll", "deepep_normal"])
-def test_a_library_that_is_not_there_is_a_reason(name: str) -> None:
-    """On a GPU as well a probe answers: ok, or one line why not."""
-    answer = probe_one(name, EPGroup.single(), config_for(WireFormat.MODEL, CombineForm.SUMMED))
-    assert parse_dispatch(name).of("decode") == name
-    assert answer.reason and "\n" not in answer.reason
-    if not answer.ok:
-        pytest.skip(answer.reason)
+# -- the benchmark -------------------------------------------------------------------------------
 
 
 @devices
