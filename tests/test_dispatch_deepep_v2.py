@@ -4,6 +4,7 @@ With processes: tests/dist/test_dispatch_conformance.py."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +297,33 @@ def test_a_rank_that_is_gone_is_named(kind: type[ElasticDispatcher]) -> None:
 
     said, _ = gloo_threads(2, body, leaving=(1,))
     assert f"dispatcher '{kind.name}'" in said and "rank 1" in said
+
+
+def test_an_engine_generates_over_it(tmp_path: Path) -> None:
+    """Whole layers through a buffer of one rank: the tokens that need no dispatcher at all."""
+    from models.deepseek.random_checkpoint import write_random_checkpoint
+    from models.deepseek.random_families import family_config
+    from moeserve.llm import LLM, SamplingParams
+
+    shape = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    config = family_config("v3", "tiny", **shape)
+    folder = write_random_checkpoint(tmp_path / "wide", config, dtype=torch.bfloat16)
+    tokens = []
+    for dispatch in ("auto", "deepep_v2"):
+        with LLM(
+            folder,
+            ep=1,
+            kv_tokens=1024,
+            max_model_len=128,
+            threads=1,
+            dispatch=dispatch,
+            emulate=dispatch != "auto",
+            dtype="bfloat16",
+            deterministic=False,
+            token_budget=32,
+        ) as llm:
+            prompts = [list(range(5, 45)), [7, 8, 9]]
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+            tokens.append([out.token_ids for out in outputs])
+    assert [len(t) for t in tokens[0]] == [6, 6]
+    assert [t[0] for t in tokens[0]] == [t[0] for t in tokens[1]]
