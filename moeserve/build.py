@@ -86,6 +86,7 @@ def build_engine(
     dispatcher = model.dispatcher
     overlap = decide_overlap(
         config.parallel.overlap,
+        config.schedule.token_budget,
         group.size,
         model.device.type,
         dispatcher.name,
@@ -177,11 +178,13 @@ def _plan_cache(
 
 
 def _warm_up(engine: Engine) -> None:
-    """One forward of no tokens through every layer and collective: what does not fit together
-    shows here and not at the first request."""
+    """One forward of no tokens through every layer and collective, and one in halves where steps
+    may be: what does not fit together shows here and not at the first request."""
     assert engine.recorder is not None
     engine.recorder.enabled = False
-    engine.runner.forward(engine.runner.build(StepPlan()), max_tokens=0)
+    runner = engine.runner
+    for max_tokens in sorted({0, runner.overlap_from or 0}):
+        runner.forward(runner.build(StepPlan()), max_tokens)
     engine.recorder.enabled = True
 
 

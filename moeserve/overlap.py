@@ -26,10 +26,16 @@ class OverlapChoice:
 
 
 def decide_overlap(
-    asked: int | None, num_ranks: int, device_type: str, dispatcher: str, max_in_flight: int | None
+    asked: int | None,
+    token_budget: int,
+    num_ranks: int,
+    device_type: str,
+    dispatcher: str,
+    max_in_flight: int | None,
 ) -> OverlapChoice:
-    """asked: a threshold, 0 for off, None for auto. max_in_flight: `Dispatcher.max_in_flight` of
-    the dispatcher of this name. The same on every rank, for all arguments are."""
+    """asked: a threshold, 0 for off, None for auto. token_budget: the most tokens of a step.
+    max_in_flight: `Dispatcher.max_in_flight` of the dispatcher of this name. The same on every
+    rank, for all arguments are."""
     if asked == 0:
         return OverlapChoice(None, "overlap: off (asked for)")
     if max_in_flight is not None and max_in_flight < MOST_IN_FLIGHT:
@@ -38,18 +44,24 @@ def decide_overlap(
             f"overlap: off; dispatcher {dispatcher!r} has room for {max_in_flight} layer in "
             f"flight, two halves need {MOST_IN_FLIGHT}",
         )
-    if asked is not None:
-        return OverlapChoice(asked, f"overlap: steps of {asked} tokens a rank or more (asked for)")
-    if num_ranks == 1:
+    if asked is None and num_ranks == 1:
         return OverlapChoice(None, "overlap: off (auto: one rank sends nothing)")
-    if device_type == "cpu":
+    if asked is None and device_type == "cpu":
         return OverlapChoice(
             None,
             "overlap: off (auto: on CPUs the cores that would compute are those that send, and "
             "halves read each expert twice)",
         )
+    tokens = CUDA_FROM if asked is None else asked
+    why = "auto, not measured" if asked is None else "asked for"
+    if tokens > token_budget:
+        return OverlapChoice(
+            None,
+            f"overlap: off; from {tokens} tokens a rank on ({why}), but a step has at most "
+            f"{token_budget}",
+        )
     return OverlapChoice(
-        CUDA_FROM, f"overlap: steps of {CUDA_FROM} tokens a rank or more (auto, not measured)"
+        tokens, f"overlap: from {tokens} token{'s' * (tokens > 1)} a rank on ({why})"
     )
 
 

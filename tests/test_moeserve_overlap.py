@@ -42,15 +42,17 @@ def one_thread() -> Iterator[None]:
         (None, 8, "cuda", None, CUDA_FROM, "not measured"),
         (None, 8, "cuda", 2, CUDA_FROM, "auto"),
         (None, 8, "cuda", 1, None, "room for 1 layer"),
-        (64, 8, "cpu", None, 64, "64 tokens a rank or more (asked for)"),
-        (1, 1, "cpu", None, 1, "asked for"),
+        (64, 8, "cpu", None, 64, "from 64 tokens a rank on (asked for)"),
+        (512, 8, "cpu", None, 512, "from 512 tokens"),
+        (513, 8, "cpu", None, None, "a step has at most 512"),
+        (1, 1, "cpu", None, 1, "from 1 token a rank"),
         (64, 8, "cpu", 1, None, "two halves need 2"),
     ],
 )
 def test_what_is_decided_at_start(
     asked: int | None, ranks: int, device: str, room: int | None, tokens: int | None, why: str
 ) -> None:
-    choice = decide_overlap(asked, ranks, device, "some", room)
+    choice = decide_overlap(asked, 512, ranks, device, "some", room)
     assert choice.tokens == tokens and why in choice.note and choice.note.startswith("overlap: ")
 
 
@@ -122,7 +124,7 @@ def test_an_engine_says_and_counts_the_same(schedule: dict[str, int]) -> None:
     assert plain.recorder is not None and len(said) == 9
     for threshold in (1, 5):
         engine = load(threshold, **schedule)
-        assert f"overlap: steps of {threshold} tokens" in str(engine.info["notes"])
+        assert f"overlap: from {threshold} token" in str(engine.info["notes"])
         bounds: list[tuple[int | None, bool]] = []
         watch(engine, bounds)
         assert serve(engine) == said
