@@ -28,7 +28,7 @@ class Calibration:
     the others come from measured tables, each with its source."""
 
     # Fitted on end-to-end points (`moeserve plan --validate`)
-    intensity: float = 888.0  # FLOPs a byte at which products reach half of `ceiling`
+    intensity: float = 900.0  # FLOPs a byte at which products reach half of `ceiling`
     prefill_core: float = 0.49  # of BF16 peak, attention over expanded keys
     decode_core: float = 0.66  # of BF16 peak, attention over the latent
     passes: float = 29.0  # times hidden values cross memory in a layer (norms, casts, copies)
@@ -36,7 +36,7 @@ class Calibration:
     skew: float = 1.36  # waiting for the slowest rank, times the all-to-alls of decode
     hidden: float = 0.55  # share of decode's all-to-alls that overlap hides
     young: float = 1.61  # times a whole step on chips whose kernels were new when measured
-    lmsys_balance: float = 1.44  # busiest GPU over mean in SGLang's prefill of May and July 2025
+    lmsys_balance: float = 1.42  # busiest GPU over mean in SGLang's prefill of May and July 2025
     # From tables
     ceiling: float = 0.9  # of FP8 or BF16 peak, large products
     memory: float = 0.82  # of HBM bandwidth: experts in decode, H200 (AIConfigurator tables)
@@ -216,14 +216,15 @@ def _prefill_parts(
 def low_latency_seconds(
     shape: ModelShape, pool: Pool, tokens: float, c: Calibration
 ) -> tuple[float, float]:
-    """Dispatch, combine of one layer by low-latency kernels: one row a pick."""
+    """Dispatch, combine of one layer by low-latency kernels: one row a pick. The busiest GPU
+    receives, and sends back, `balance` times the mean."""
     sent = traffic.low_latency(shape, pool.ep, pool.nodes, pool.wire_fp8)
     floor = c.floor_across if pool.nodes > 1 else c.floor_within
     pairs = (
         (sent.dispatch_within, sent.dispatch_across),
         (sent.combine_within, sent.combine_across),
     )
-    there, back = (floor + tokens * _wire(pool.gpu, *pair, c) for pair in pairs)
+    there, back = (floor + tokens * pool.balance * _wire(pool.gpu, *pair, c) for pair in pairs)
     return there, back
 
 
@@ -236,7 +237,9 @@ def normal_seconds(
         (sent.dispatch_within, sent.dispatch_across),
         (sent.combine_within, sent.combine_across),
     )
-    there, back = (c.normal_floor + tokens * _wire(pool.gpu, *pair, c) for pair in pairs)
+    there, back = (
+        c.normal_floor + tokens * pool.balance * _wire(pool.gpu, *pair, c) for pair in pairs
+    )
     return there, back
 
 
