@@ -14,8 +14,9 @@ asked to: load is counted at home, by logical expert and layer, where padding an
 still told apart (`ep.load`), and a local slot is another expert after each rebalance.
 
 Nothing checks the arguments of other ranks: what this file can refuse it refuses before the
-library is called, but a rank that refuses leaves its peers waiting until the library's timeout or
-until this rank's buffer is closed.
+library is called. A rank that refuses has to end its process (`dispatch.step_guard`), or to close
+its dispatcher in the middle of a layer: the emulation's peers raise PeerError at once, the
+library's kernels trap after 100 s or, with enable_shrink, mask it, which `check_peers` shows.
 
 Shape letters: T tokens, D hidden, K top-k, P physical slots, e local slots, R ranks, M max tokens.
 """
@@ -290,9 +291,10 @@ class LowLatencyDispatcher(Dispatcher):
 
     def active_mask(self) -> list[int]:
         """[R]: 1 for a rank that takes part, 0 for one that is masked."""
+        if not self.enable_shrink:  # asked at each step: no look at the device for nothing
+            return [1] * self.group.size
         status = torch.zeros(self.group.size, dtype=torch.int32, device=self._device())
-        if self.enable_shrink:
-            self._lease.buffer.low_latency_query_mask_buffer(status)
+        self._lease.buffer.low_latency_query_mask_buffer(status)
         return [1 - masked for masked in status.tolist()]
 
     def set_mask(self, rank: int, active: bool) -> None:

@@ -31,6 +31,7 @@ from dispatch.base import (
 )
 from dispatch.collective import CollectiveDispatcher
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
+from dispatch.deepep_normal import EmulatedNormalDispatcher
 from dispatch.deepep_v2 import EmulatedElasticDispatcher, EmulatedEPDispatcher
 from dispatch.fp8 import dequantise, quantise
 from dispatch.local import LocalDispatcher
@@ -120,6 +121,24 @@ _ELASTIC: dict[str, Any] = {
     "summed_error": 7 * 2**-8,
     "together": False,
 }
+_LOW_LATENCY: dict[str, Any] = {
+    "forms": (CombineForm.SUMMED,),
+    "dtypes": (torch.bfloat16,),
+    "hidden": 2048,
+    "layout": Layout.MASKED,
+    "deterministic": False,
+    "summed_error": 3 * 2**-8,  # shares of ranks in the twin, the result here
+    "together": False,
+}
+_NORMAL: dict[str, Any] = {
+    "forms": (CombineForm.SUMMED,),
+    "dtypes": (torch.bfloat16,),
+    "hidden_sizes": (128, 2048, 7168),
+    "top_ks": (1, 8, 11),
+    "deterministic": False,
+    "summed_error": 7 * 2**-8,
+    "together": False,
+}
 _LL_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168)
 
 CONTENDERS = (
@@ -143,20 +162,50 @@ CONTENDERS = (
         wire=WireFormat.FP8_UE8M0,
         summed_error=7 * 2**-8,
     ),
-    # FP8 within: 2**-4 of a value, and a bfloat16 sum.
     Contender(
         "deepep_ll (emulated)",
         EmulatedLowLatencyDispatcher,
         ranks=(1, 2, 4, 8),
-        forms=(CombineForm.SUMMED,),
-        dtypes=(torch.bfloat16,),
-        hidden=2048,
         hidden_sizes=_LL_SIZES,
-        layout=Layout.MASKED,
-        deterministic=False,
-        summed_error=2**-8,
+        **_LOW_LATENCY,
+    ),
+    # FP8 within: now and then another code than that of dispatch.fp8, 2**-4 of a value.
+    Contender(
+        "deepep_ll (emulated), fp8",
+        EmulatedLowLatencyDispatcher,
+        ranks=(1, 2),
+        hidden_sizes=(2048, 7168),
+        wire=WireFormat.FP8,
         row_error=2**-4,
-        together=False,
+        thousand=(),
+        **_LOW_LATENCY,
+    ),
+    Contender(
+        "deepep_ll (emulated), ue8m0",
+        EmulatedLowLatencyDispatcher,
+        ranks=(1,),
+        hidden_sizes=(2048, 7168),
+        wire=WireFormat.FP8_UE8M0,
+        row_error=2**-4,
+        thousand=(),
+        **_LOW_LATENCY,
+    ),
+    Contender("deepep_normal (emulated)", EmulatedNormalDispatcher, **_NORMAL),
+    Contender(
+        "deepep_normal (emulated), fp8",
+        EmulatedNormalDispatcher,
+        ranks=(2, 8),
+        wire=WireFormat.FP8,
+        thousand=(),
+        **_NORMAL,
+    ),
+    Contender(
+        "deepep_normal (emulated), ue8m0",
+        EmulatedNormalDispatcher,
+        ranks=(2,),
+        wire=WireFormat.FP8_UE8M0,
+        thousand=(),
+        **_NORMAL,
     ),
     Contender(
         "deepep_v2 (emulated)",

@@ -316,6 +316,7 @@ def test_masks_need_shrink() -> None:
         ({"max_tokens_per_rank": 6}, 1, "must be a multiple of 4; the largest .* below is 4"),
         ({"max_tokens_per_rank": 7}, 2, "must be a multiple of 4; the largest .* below is 6"),
         ({"max_tokens_per_rank": 1028}, 1, "max_tokens_per_rank=1028: at most 1024"),
+        ({"max_tokens_per_rank": 2048}, 1, r"= max_num_sequences x \(1 \+ drafts\)"),
         ({"max_tokens_per_rank": 0}, 1, "max_tokens_per_rank=0: must be at least 4"),
         (
             {"max_tokens_per_rank": 1024, "num_physical_experts": 768, "hidden_size": 7168},

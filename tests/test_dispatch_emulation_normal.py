@@ -11,7 +11,7 @@ import pytest
 import torch
 from gloo_threads import gloo_threads
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError
+from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, WireFormat
 from dispatch.deepep_normal import EmulatedNormalDispatcher, NormalDispatcher
 from dispatch.selfcheck import differences, expected, make_case, outputs, random_placement
 from ep.group import EPGroup
@@ -95,6 +95,12 @@ def test_two_in_flight_bytes_and_order() -> None:
         ({"num_physical_experts": 2050}, 2, "1025 experts a rank: at most 1024"),
         ({"hidden_size": 12}, 8, "hidden_size=12: a multiple of 8, such as 8"),
         ({"hidden_size": 2880, "num_physical_experts": 16}, 16, "a multiple of 256, such as 2816"),
+        (
+            {"hidden_size": 24, "wire": WireFormat.FP8},
+            8,
+            "hidden_size=24: a multiple of 16, such as",
+        ),
+        ({"hidden_size": 16512, "wire": WireFormat.FP8_UE8M0}, 8, "in FP8 at most 16384"),
     ],
 )
 def test_the_probe_names_each_limit(change: dict[str, Any], ranks: int, reason: str) -> None:

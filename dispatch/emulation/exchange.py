@@ -45,7 +45,8 @@ class Exchange:
 
     def __init__(self, group: Any, comm: Any, timeout: float) -> None:
         self.timeout, self._group = timeout, group
-        self._sent: dict[int, list[tuple[Any, Tensor]]] = {}
+        self._sent: dict[int, list[tuple[Any, Tensor, int]]] = {}  # with whom it is for
+        self._lost: set[int] = set()  # ranks that sent nothing when they should have
         if group is not None:
             self.rank, self.size = int(group.rank()), int(group.size())
         elif comm is not None:
@@ -97,6 +98,8 @@ class Exchange:
             else None
             for s in sizes
         }
+        self._lost -= messages.keys()
+        self._lost |= {s for s, message in messages.items() if message is None}
         if self.rank in sources:
             messages[self.rank] = self._own.pop(operation)
         return messages
@@ -137,9 +140,9 @@ class Exchange:
     def _tag(self, operation: int) -> int:
         return self._epoch * _TURNS + 2 * operation % _TURNS
 
-    def _post(self, to: int, tensor: Tensor, tag: int) -> list[tuple[Any, Tensor]]:
+    def _post(self, to: int, tensor: Tensor, tag: int) -> list[tuple[Any, Tensor, int]]:
         try:
-            return [(self._group.send([tensor], to, tag), tensor)]
+            return [(self._group.send([tensor], to, tag), tensor, to)]
         except RuntimeError:  # as in _settle
             return []
 
@@ -160,9 +163,13 @@ class Exchange:
         return arrived
 
     def _settle(self, operation: int, timeout: float) -> None:
-        for work, _ in self._sent.pop(operation):
+        """Wait until what was sent has been taken; who is lost takes no more."""
+        end = time.monotonic() + timeout
+        for work, _, to in self._sent.pop(operation):
+            if to in self._lost:
+                continue
             try:
-                work.wait(timedelta(seconds=timeout))
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
             except RuntimeError:
                 continue  # a rank that is gone reads no more; whoever awaits it will say so
 
