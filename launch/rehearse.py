@@ -335,7 +335,7 @@ class _Rank:
             agreed = lockstep.agree(busy if tokens else vote)
             if not agreed.run or agreed.num_tokens != tuple(play.tokens[step].tolist()):
                 raise RehearsalFailed(f"step {step}: rank {rank} learnt another step in lockstep")
-            self._dispatcher.set_step_bound(agreed.max_tokens)
+            self._dispatcher.set_step_bound(agreed.max_tokens, agreed.phase is Phase.DECODE)
             self._step(step)
         if not lockstep.agree(vote).stop:
             raise RehearsalFailed(f"rank {rank}: lockstep goes on though no rank has work")
