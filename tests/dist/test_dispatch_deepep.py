@@ -1,4 +1,4 @@
-"""The low-latency adapter on the emulated library over real gloo processes.
+"""The adapters on the emulated library over real gloo processes.
 
 Run as a script this file is the ranks (gloo_ranks.py).
 """
@@ -36,8 +36,9 @@ def test_steps_back_to_back(num_ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_an_engine_generates_over_it(tmp_path: Path) -> None:
-    """Whole layers: padding is never read (it is NaN), and two ranks begin as one does (outside of
-    deterministic mode a machine's kernels may drift apart later)."""
+    """Whole layers, a mode for each phase over one buffer: padding is never read (it is NaN), and
+    two ranks begin as one does (outside of deterministic mode a machine's kernels may drift apart
+    later)."""
     from models.deepseek.random_checkpoint import write_random_checkpoint
     from models.deepseek.random_families import family_config
     from moeserve.llm import LLM, SamplingParams
@@ -47,15 +48,17 @@ def test_an_engine_generates_over_it(tmp_path: Path) -> None:
     )
     folder = write_random_checkpoint(tmp_path / "wide", config, dtype=torch.bfloat16)
     tokens = []
-    for ep in (1, 2):
+    both = "prefill=deepep_normal,decode=deepep_ll"
+    for ep, dispatch in ((1, "deepep_ll"), (2, both)):
         with LLM(
             folder,
             ep=ep,
             kv_tokens=1024,
             max_model_len=128,
             threads=1,
-            dispatch="deepep_ll",
+            dispatch=dispatch,
             emulate=True,
+            wire="fp8",
             dtype="bfloat16",
             deterministic=False,
             token_budget=32,
