@@ -127,13 +127,19 @@ class NormalDispatcher(Dispatcher):
 
     @classmethod
     def buffer_need(cls, group: EPGroup, config: DispatchConfig) -> BufferNeed:
-        """For who opens a `SharedBuffer`."""
-        return normal_need(cls.library(), group, config)
+        """For who opens a `SharedBuffer`; where the library is not, by the emulation's hints, which
+        are the same. DispatchError for a number of ranks that has none."""
+        if group.size not in deepep.NORMAL_RANKS:
+            raise DispatchError(f"dispatcher {cls.name!r}: {_wrong_ranks(group.size)}")
+        try:
+            library = cls.library()
+        except Exception:
+            library = deepep.load(emulate=True)
+        return normal_need(library, group, config)
 
     @classmethod
     def plan(cls, group: EPGroup, config: DispatchConfig) -> BufferPlan:
-        """held: the library's queues; passing: rows of one layer in the worst case. Raises whatever
-        the library's import raises, where it is not there."""
+        """held: the library's queues; passing: rows of one layer in the worst case."""
         size = cls.buffer_need(group, config).size
         return BufferPlan(size, normal_passing(group, config))
 
@@ -235,12 +241,15 @@ class EmulatedNormalDispatcher(NormalDispatcher):
     emulate = True
 
 
+def _wrong_ranks(size: int) -> str:
+    return f"{size} ranks: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}"
+
+
 def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]:
     found = deepep.mode_problems(config, "sums in bfloat16")
     size, node = group.size, deepep.ranks_per_node(library)
     if size not in deepep.NORMAL_RANKS:
-        found.append(f"{size} ranks: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}")
-        return found
+        return [*found, _wrong_ranks(size)]
     if size > node and group.ranks_per_node != node:
         found.append(f"{group.ranks_per_node} ranks a node: must be {node} where there are several")
     if size <= node and group.ranks_per_node != size:

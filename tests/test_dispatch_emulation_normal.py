@@ -126,3 +126,11 @@ def test_without_the_library_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     answer = NormalDispatcher.probe(EPGroup.single(), CONFIG)
     assert not answer.ok and answer.reason == "deep_ep is not installed"
+    # What it would take is known all the same, where the number of ranks is one of its own.
+    group: Any = SimpleNamespace(size=32, rank=0, ranks_per_node=8)
+    config = replace(CONFIG, hidden_size=7168, num_physical_experts=288)
+    plan = NormalDispatcher.plan(group, config)
+    assert plan == EmulatedNormalDispatcher.plan(group, config) and plan.held > 2**28
+    group.size = 20
+    with pytest.raises(DispatchError, match="'deepep_normal': 20 ranks: valid are 2, 4, 8, 16"):
+        NormalDispatcher.plan(group, config)
