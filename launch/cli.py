@@ -228,6 +228,9 @@ def plan(
     routing: Annotated[
         str, typer.Option(metavar="NAME", help="random, or trace: as often as in FILE")
     ] = "random",
+    array: Annotated[
+        str | None, typer.Option(metavar="NAME", help="One of several arrays in FILE")
+    ] = None,
     dispatch: Annotated[
         str, typer.Option(metavar="NAME", help="How tokens travel: torch or allgather")
     ] = "torch",
@@ -240,7 +243,7 @@ def plan(
     """Rehearse a published layout at its full number of ranks, on tiny tensors, on this machine."""
     from launch.plan import Plan
 
-    Plan(rehearse, routing, trace, seed, dispatch, wire, json).run()
+    Plan(rehearse, routing, trace, seed, dispatch, wire, json, array).run()
 
 
 @app.command(cls=Command)

@@ -32,6 +32,7 @@ class Plan:
     dispatch: str
     wire: str
     as_json: bool
+    array: str | None = None
 
     def run(self) -> None:
         """ConfigError for the flags or the trace; RehearsalFailed if outputs are wrong. With
@@ -41,7 +42,13 @@ class Plan:
         if self.rehearse is None:
             raise ConfigError([f"plan: give --rehearse NAME; valid are {', '.join(REHEARSALS)}"])
         asked = Rehearsal(
-            self.rehearse, self.routing, self.trace, self.seed, self.dispatch, self.wire
+            self.rehearse,
+            self.routing,
+            self.trace,
+            self.seed,
+            self.dispatch,
+            self.wire,
+            self.array,
         )
         report = asked.run()
         if self.as_json:

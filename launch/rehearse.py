@@ -105,7 +105,8 @@ class Report:
 class Rehearsal:
     """Everything is checked when made; ConfigError. trace: a file of loads (`ep.trace`), by which
     experts are drawn and placed; goes with routing "trace". wire: how rows travel; the reference's
-    experts see rows of that format too, so that the error is none of rounding for the wire."""
+    experts see rows of that format too, so that the error is none of rounding for the wire. array:
+    which of several in the file."""
 
     name: str
     routing: str = "random"
@@ -113,6 +114,7 @@ class Rehearsal:
     seed: int = 0
     dispatch: str = "torch"
     wire: str = "model"
+    array: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -128,10 +130,17 @@ class Rehearsal:
             problems.append("--routing trace: give the file too: --routing trace FILE")
         if self.routing == "random" and self.trace is not None:
             problems.append(f"{self.trace}: a file of loads goes with --routing trace")
+        if self.array is not None and self.trace is None:
+            problems.append(f"--array {self.array}: goes with --routing trace FILE")
         if self.seed < 0:
             problems.append(f"--seed {self.seed}: must be at least 0")
         if problems:
             raise ConfigError(problems)
+
+    def _routing_told(self) -> str:
+        if self.trace is None:
+            return self.routing
+        return f"trace {self.trace}" + ("" if self.array is None else f":{self.array}")
 
     def run(self) -> Report:
         """Outputs are judged by `Report.check`. ConfigError for the trace; what a rank raises."""
@@ -144,7 +153,7 @@ class Rehearsal:
         report = Report(
             rehearsal=self.name,
             layout=play.layout.name,
-            routing=self.routing if self.trace is None else f"trace {self.trace}",
+            routing=self._routing_told(),
             dispatch=self.dispatch,
             wire=self.wire,
             seed=self.seed,
@@ -207,7 +216,7 @@ class _Play:
     def prepare(cls, asked: Rehearsal) -> _Play:
         preset, phase, most = REHEARSALS[asked.name]
         layout = PRESETS[preset]
-        loads = None if asked.trace is None else _loads_of(asked.trace, layout)
+        loads = None if asked.trace is None else _loads_of(asked.trace, asked.array, layout)
         g = torch.Generator().manual_seed(asked.seed)
         router, experts = Router.draw(g, asked.seed, layout, loads), Experts.draw(g, layout)
         tokens = _draw_tokens(asked.seed, layout.num_gpus, most)
@@ -249,11 +258,11 @@ def _as_seen(x: Tensor, wire: WireFormat) -> Tensor:
     return dequantise(rows.values, rows.scales, rows.scale_format, x.dtype)
 
 
-def _loads_of(path: Path, layout: Layout) -> NDArray[np.float64]:
+def _loads_of(path: Path, array: str | None, layout: Layout) -> NDArray[np.float64]:
     """[L, 256]; layers repeat where the file has fewer. A hosted shared expert's column is left
     out: every token picks it."""
     with files_problems_told(str(path)):
-        trace: Trace = read_trace(path)
+        trace: Trace = read_trace(path, array)
     totals, routed = trace.totals, layout.routed_experts
     if totals.shape[1] not in (routed, routed + 1):
         raise ConfigError(

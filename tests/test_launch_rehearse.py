@@ -42,10 +42,16 @@ def test_prefill_of_a_skewed_trace(
 ) -> None:
     loads = np.random.default_rng(0).zipf(1.5, (3, 256)).clip(max=10**5)
     loads[1] = 0  # a layer of which nothing is known
-    np.savez(tmp_path / "loads.npz", loads=loads)
+    np.savez(tmp_path / "loads.npz", morning=loads, evening=loads[:, ::-1])
     report = Rehearsal(
-        "v3-prefill-32", "trace", tmp_path / "loads.npz", seed=5, dispatch=dispatch
+        "v3-prefill-32",
+        "trace",
+        tmp_path / "loads.npz",
+        seed=5,
+        dispatch=dispatch,
+        array="evening",
     ).run()
+    assert report.routing.endswith("loads.npz:evening")
     report.check()
     assert (report.ranks, report.slots, report.dispatch) == (32, 288, dispatch)
     assert report.max_error == 0 and report.tokens > 1000
