@@ -182,37 +182,20 @@ class Buffer:
                 num_worst_tokens == 0,
                 "Internode dispatch does not support `num_worst_tokens > 0`",
             )
+            known = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank)
+            picks = (num_tokens_per_expert, topk_idx, topk_weights)
+            events = (previous_event, async_finish, allocate_on_comm_stream)
             return self.internode_dispatch(
-                x,
-                handle,
-                num_tokens_per_rank,
-                num_tokens_per_rdma_rank,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-                expert_alignment,
-                config,
-                previous_event,
-                async_finish,
-                allocate_on_comm_stream,
+                x, handle, *known, *picks, expert_alignment, config, *events
             )
         config = self.get_dispatch_config(self.group_size) if config is None else config
         begin_after(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             is_token_in_rank = handle[4]
-        call = call_of(
-            x,
-            handle,
-            num_tokens_per_rank is not None,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-        )
+        counted = num_tokens_per_rank is not None
+        picks = (num_tokens_per_expert, topk_idx, topk_weights)
+        sizes = (expert_alignment, num_worst_tokens, config)
+        call = call_of(x, handle, counted, is_token_in_rank, *picks, *sizes)
         self._ll.interrupt()
         arrivals, new_handle, receive = self._normal.dispatch(call)
         return dispatched(arrivals, handle, new_handle, finish(async_finish, receive))
@@ -230,16 +213,8 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         self._open()
         if self._several_nodes:
-            return self.internode_combine(
-                x,
-                handle,
-                topk_weights,
-                bias,
-                config,
-                previous_event,
-                async_finish,
-                allocate_on_comm_stream,
-            )
+            events = (previous_event, async_finish, allocate_on_comm_stream)
+            return self.internode_combine(x, handle, topk_weights, bias, config, *events)
         config = self.get_combine_config(self.group_size) if config is None else config
         begin_after(previous_event, async_finish, allocate_on_comm_stream)
         self._ll.interrupt()
@@ -277,18 +252,9 @@ class Buffer:
         begin_after(previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             is_token_in_rank = handle[0]
-        call = call_of(
-            x,
-            handle,
-            num_tokens_per_rank is not None and num_tokens_per_rdma_rank is not None,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            0,
-            config,
-        )
+        counted = num_tokens_per_rank is not None and num_tokens_per_rdma_rank is not None
+        picks = (num_tokens_per_expert, topk_idx, topk_weights)
+        call = call_of(x, handle, counted, is_token_in_rank, *picks, expert_alignment, 0, config)
         self._ll.interrupt()
         arrivals, new_handle, receive = self._internode.dispatch(call, num_tokens_per_rdma_rank)
         return dispatched(arrivals, handle, new_handle, finish(async_finish, receive))

@@ -24,10 +24,8 @@ from dispatch import deepep
 from dispatch.emulation.checks import check_picks, check_range, check_wait_stats, check_x
 from dispatch.emulation.errors import BufferRuleError, host_assert
 from dispatch.emulation.exchange import Exchange, Message, timed_out
-from dispatch.emulation.quantise import quantise, through_logfmt
-from dispatch.fp8 import BLOCK, pack_exponents
-
-_META = 16  # bytes before each dispatched row: its token's number
+from dispatch.emulation.quantise import META, message_rows, through_logfmt
+from dispatch.fp8 import BLOCK
 
 
 @dataclass
@@ -98,7 +96,7 @@ class LowLatency:
         self._check_clean()
         self._check_rules("dispatch")
 
-        rows = _dispatch_rows(x, use_fp8, round_scale, use_ue8m0)
+        rows = message_rows(x, use_fp8, round_scale, use_ue8m0)
         operation = self.exchange.begin()
         turn = operation // 2  # changes the order of rows; a layer has two operations
         for rank in self._others():
@@ -142,10 +140,10 @@ class LowLatency:
                     layout_range[expert, source] = (first << 32) | n
                     at = slice(first, first + n)
                     src_info[expert, at] = arrived[:, :4].contiguous().view(torch.int32)[:, 0]
-                    values = arrived[:, _META : _META + hidden * recv_x.dtype.itemsize]
+                    values = arrived[:, META : META + hidden * recv_x.dtype.itemsize]
                     recv_x[expert, at].view(torch.uint8).copy_(values)
                     if scales is not None:
-                        tail = arrived[:, _META + hidden :].contiguous()
+                        tail = arrived[:, META + hidden :].contiguous()
                         scales[expert, at] = tail.view(scales.dtype)
                     count[expert] += n
             if stats is not None:
@@ -374,20 +372,6 @@ class LowLatency:
             raise BufferRuleError(
                 f"{call}: two low-latency results are outstanding; there are only two buffers"
             )
-
-
-def _dispatch_rows(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Tensor:
-    """x [T, D] -> uint8 [T, 16 + row]: number, values, scales."""
-    numbers = torch.zeros(x.shape[0], _META // 4, dtype=torch.int32)
-    numbers[:, 0] = torch.arange(x.shape[0])
-    parts = [numbers.view(torch.uint8)]
-    if use_fp8:
-        values, scale = quantise(x, round_scale)
-        parts += [values.view(torch.uint8)]
-        parts += [(pack_exponents(scale) if use_ue8m0 else scale).view(torch.uint8)]
-    else:
-        parts += [x.view(torch.uint8)]
-    return torch.cat(parts, 1)
 
 
 def _rows_by_expert(message: Message, row_bytes: int) -> tuple[Tensor, ...]:

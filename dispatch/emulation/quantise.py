@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dispatch.fp8 import BLOCK, E4M3_MAX, FLOOR, power_of_two_scale
+from dispatch.fp8 import BLOCK, E4M3_MAX, FLOOR, pack_exponents, power_of_two_scale
+
+META = 16  # bytes before each low-latency row: its token's number
 
 
 def quantise(x: Tensor, round_scale: bool) -> tuple[Tensor, Tensor]:
@@ -41,3 +43,17 @@ def through_logfmt(x: Tensor) -> Tensor:
     codes = ((logs - least) / step).round().clamp_min(0)
     value = torch.exp2(codes * step + least).copysign(blocks)
     return torch.where(size > 0, value, 0.0).flatten(1).to(x.dtype)
+
+
+def message_rows(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Tensor:
+    """x [T, D] -> uint8 [T, 16 + row]: number, values, scales."""
+    numbers = torch.zeros(x.shape[0], META // 4, dtype=torch.int32)
+    numbers[:, 0] = torch.arange(x.shape[0])
+    parts = [numbers.view(torch.uint8)]
+    if use_fp8:
+        values, scale = quantise(x, round_scale)
+        parts += [values.view(torch.uint8)]
+        parts += [(pack_exponents(scale) if use_ue8m0 else scale).view(torch.uint8)]
+    else:
+        parts += [x.view(torch.uint8)]
+    return torch.cat(parts, 1)
