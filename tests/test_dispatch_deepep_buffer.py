@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dispatch.base import CombineForm, DispatchConfig, Dispatcher, DispatchError, WireFormat
+from dispatch.choice import EMULATED, Choice, PhaseChoice
 from dispatch.collective import CollectiveDispatcher
 from dispatch.deepep_buffer import Mode, SharedBuffer, shared_hooks, shared_plan
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher
@@ -223,6 +224,41 @@ def test_what_shares_is_planned_once() -> None:
     assert shared_plan(group, parts[:1]) is None
     mixed = [(CollectiveDispatcher, prefill), parts[1]]
     assert shared_plan(group, mixed) is None and shared_hooks(group, mixed) == {}
+
+
+def test_a_choice_of_both_opens_one_buffer() -> None:
+    parts = [
+        PhaseChoice(kind.name.removesuffix(EMULATED), kind, config, "it can", emulated=True)
+        for kind, config in zip(KINDS, (PREFILL, DECODE), strict=True)
+    ]
+    choice, board = Choice("both", *parts, refused={}), ThreadBoard(2)
+    opened: list[Any] = []
+
+    def body(rank: int) -> None:
+        group = board.group(rank)
+        both = choice.open(group)
+        assert isinstance(both, PhasedDispatcher)
+        needs = [
+            kind.buffer_need(group, part.config) for kind, part in zip(KINDS, parts, strict=True)
+        ]
+        assert choice.plan(group).held == (needs[0] | needs[1]).size
+        both.close()
+        with pytest.raises(DispatchError, match="must be SUMMED"):
+            choice.open(group, combine_form=CombineForm.PAIRS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        make = SharedBuffer.__init__
+
+        def counted(self: SharedBuffer, *args: Any, **options: Any) -> None:
+            make(self, *args, **options)
+            opened.append(self)
+
+        patch.setattr(SharedBuffer, "__init__", counted)
+        board.run(body)
+    assert len(opened) == 4  # one a rank each time
+    for shared in opened:  # and none is left open, also where its dispatchers refused
+        with pytest.raises(DispatchError, match="it is closed"):
+            shared.lease(Mode.NORMAL, BufferNeed(), (4, 2048, 8))
 
 
 @pytest.mark.parametrize(
