@@ -42,13 +42,14 @@ from dispatch.base import (
     DispatchStats,
     Fp8Tokens,
     Handle,
-    Layout,
     Probe,
     Received,
     ScaleFormat,
     WireFormat,
 )
 from dispatch.combine import CombinePairs
+from dispatch.deepep_v2_machine import machine_problems
+from dispatch.deepep_v2_rows import expanded, routed
 from dispatch.fp8 import scale_bytes
 from dispatch.handles import (
     HandleState,
@@ -129,6 +130,8 @@ class ElasticDispatcher(Dispatcher):
         self._columns, self._num_sms = column_scales and self._fp8, num_sms
         library, self._api = self._load()
         self._notes: list[str] = []
+        # The emulation knows one domain: rows go straight there, whatever the nodes.
+        self._relayed = self.emulated is None and limits.is_relayed(group.num_nodes)
         self._picks_dtype = getattr(library, "topk_idx_t", torch.int64)
         self._buffer = self._make(library)
         self._flights: weakref.WeakSet[_Flight] = weakref.WeakSet()
@@ -138,6 +141,7 @@ class ElasticDispatcher(Dispatcher):
         # captured with the rest.
         device = self._device()
         self._sent = torch.zeros(group.size, dtype=torch.int64, device=device)  # last dispatch
+        self._sent_nodes = torch.zeros(group.num_nodes, dtype=torch.int64, device=device)
         self._rows_out = torch.zeros((), dtype=torch.int64, device=device)  # to others, all calls
         self._rows_back = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -152,14 +156,16 @@ class ElasticDispatcher(Dispatcher):
         found += limits.problems(
             api,
             num_ranks=group.size,
+            num_nodes=group.num_nodes,
             hidden=config.hidden_size,
             top_k=config.top_k,
             num_experts=config.num_physical_experts,
             max_tokens=config.max_tokens_per_rank,
             alignment=ALIGNMENT,
+            fp8=config.wire is not WireFormat.MODEL,
         )
         if not found and cls.emulated is None:
-            found = limits.machine_problems(api, group, config)
+            found = machine_problems(api, group, config)
         if found:
             return Probe(False, f"{which}: " + "; ".join(found))
         size = limits.buffer_bytes_for(api, group, config)
@@ -193,7 +199,8 @@ class ElasticDispatcher(Dispatcher):
 
     @property
     def stats(self) -> DispatchStats:  # type: ignore[override]  # read-only here: made on demand
-        """Read from the device as it is asked for."""
+        """Read from the device as it is asked for. Where rows are relayed: what this rank sends of
+        its own, not what it passes on; results as if they went straight home."""
         hidden, top_k = self.config.hidden_size, self.config.top_k
         values = hidden * (1 if self._fp8 else 2)
         scales = scale_bytes(hidden, self.config.wire)
@@ -202,6 +209,8 @@ class ElasticDispatcher(Dispatcher):
         counts = 8 * (self.group.size - 1) * (1 + self.num_local_experts)
         stats = self._stats
         stats.rows_sent_to_rank = self._sent.tolist()
+        if self._relayed:
+            stats.rows_sent_to_node = self._sent_nodes.tolist()
         stats.dispatch_bytes = int(self._rows_out) * there + stats.calls * counts
         stats.combine_bytes = int(self._rows_back) * back
         stats.bytes_sent = stats.dispatch_bytes + stats.combine_bytes
@@ -239,10 +248,7 @@ class ElasticDispatcher(Dispatcher):
         )
         self._flights.add(flight)
         self._stats.calls += 1
-        owner = slots.div(self.num_local_experts, rounding_mode="floor")[..., None]
-        ranks = torch.arange(self.group.size, device=slots.device)
-        self._sent.copy_(((owner == ranks) & (slots[..., None] >= 0)).any(1).sum(0))
-        self._rows_out.add_(self._sent.sum() - self._sent[self.group.rank])
+        self._count(slots)
         return flight
 
     def dispatch_finish(self, handle: Handle) -> Received:
@@ -312,6 +318,11 @@ class ElasticDispatcher(Dispatcher):
             if self.group.num_nodes == 1 and "EP_DISABLE_GIN" not in os.environ:
                 os.environ["EP_DISABLE_GIN"] = "1"
                 self._notes.append("one node: EP_DISABLE_GIN=1, rows travel by NVLink alone")
+        nodes = self.group.num_nodes
+        relayed = limits.is_relayed(nodes)
+        if nodes > 1 and not relayed:
+            most = limits.MAX_RELAYED_DOMAINS
+            self._notes.append(f"{nodes} nodes, above {most}: rows go straight to each rank")
         try:
             buffer = getattr(library, self._api.buffer)(
                 group=_Alone() if group is None else group,
@@ -320,17 +331,18 @@ class ElasticDispatcher(Dispatcher):
                 hidden=self.config.hidden_size,
                 num_topk=self.config.top_k,
                 use_fp8_dispatch=self._fp8,
+                allow_hybrid_mode=relayed or nodes == 1,
                 explicitly_destroy=True,
             )
         except (RuntimeError, AssertionError) as error:
             said = str(error).splitlines()[0] if str(error) else "an assertion without a message"
             raise DispatchError(f"dispatcher {self.name!r}: {said}") from error
         apart, together = buffer.get_physical_domain_size()
-        if apart > 1 and self.group.num_nodes == 1:
+        if apart > nodes:
             buffer.destroy()
             raise DispatchError(
-                f"dispatcher {self.name!r}: the {self.group.size} ranks of this node are {apart} "
-                f"NVLink domains of {together}; must be one"
+                f"dispatcher {self.name!r}: the {self.group.size} ranks are {apart} NVLink domains "
+                f"of {together}; must be one a node, of which there are {nodes}"
             )
         return buffer
 
@@ -357,6 +369,22 @@ class ElasticDispatcher(Dispatcher):
         for flight in list(self._flights):
             flight.landed(self.name)
 
+    def _count(self, slots: Tensor) -> None:
+        """Rows of this dispatch, and those of them that leave this rank."""
+        group = self.group
+        owner = slots.div(self.num_local_experts, rounding_mode="floor")[..., None]  # below 0: none
+        ranks = torch.arange(group.size, device=slots.device)
+        self._sent.copy_((owner == ranks).any(1).sum(0))
+        away = self._sent.sum() - self._sent[group.rank]
+        if self._relayed:
+            node = owner.div(group.ranks_per_node, rounding_mode="floor")
+            self._sent_nodes.copy_((node == ranks[: group.num_nodes]).any(1).sum(0))
+            first = group.node * group.ranks_per_node
+            beside = self._sent[first : first + group.ranks_per_node].sum()
+            away = beside - self._sent[group.rank]
+            away = away + self._sent_nodes.sum() - self._sent_nodes[group.node]
+        self._rows_out.add_(away)
+
     def _own_rows(self, flight: _Flight) -> Tensor:
         """Scalar: tokens that stayed on this rank."""
         owner = flight.slots.div(self.num_local_experts, rounding_mode="floor")
@@ -378,42 +406,3 @@ class EmulatedEPDispatcher(ElasticDispatcher):
 
     name = "deepep_v25_emulated"
     emulated = "dispatch.emulation.elastic_25"
-
-
-# -- results of the library as the interface wants them ------------------------------------------
-
-
-def routed(
-    x: Tensor,
-    scales: Tensor | None,
-    form: ScaleFormat,
-    picks: Tensor,
-    weights: Tensor,
-    total: Tensor | None,
-    num_local: int,
-) -> Received:
-    """picks [N, K] local or -1, weights [N, K]: both are undefined from row `total` on (None: all
-    rows are valid), and weights also where the pick lies elsewhere."""
-    valid = picks >= 0
-    if total is not None:
-        valid &= torch.arange(picks.shape[0], device=picks.device)[:, None] < total
-    slots = torch.where(valid, picks, -1).to(torch.int32)
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=picks.device)
-    flat = slots.reshape(-1).to(torch.int64) + 1
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    shares = torch.where(valid, weights, 0.0)
-    return Received(Layout.ROUTED, x, slots, shares, counts[1:], scales, form)
-
-
-def expanded(
-    x: Tensor, scales: Tensor | None, form: ScaleFormat, weights: Tensor, ticket: Any
-) -> Received:
-    """weights [N]; the ticket says where each slot's rows end and how many they are."""
-    counts = ticket.num_unaligned_recv_tokens_per_expert.to(torch.int64)
-    starts = ticket.psum_num_recv_tokens_per_expert.to(torch.int64) - counts
-    rows = torch.arange(x.shape[0], device=x.device)
-    slot = torch.searchsorted(starts, rows, right=True) - 1
-    valid = rows - starts[slot] < counts[slot]
-    slots = torch.where(valid, slot, -1).to(torch.int32)[:, None]
-    shares = torch.where(valid, weights, 0.0)[:, None]
-    return Received(Layout.EXPANDED, x, slots, shares, counts, scales, form, starts)

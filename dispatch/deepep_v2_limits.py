@@ -1,8 +1,11 @@
 """What DeepEP's second API is to us: where it is loaded, its limits, the size of its buffer.
 
 Knows: facts about `ElasticBuffer` (2.0, 2.1) and `EPBuffer` (2.5), as plain numbers read in their
-sources; what can be known of a machine before anything is made. Knows nothing of how the adapter
-calls them. The first API and the import of `deep_ep` are deepep.py's.
+sources. Knows nothing of machines (deepep_v2_machine.py), nor of how the adapter calls the library.
+The first API and the import of `deep_ep` are deepep.py's.
+
+Among several NVLink domains a row goes once to each domain and on from there ("relayed", the
+library's hybrid mode); where these are too many, straight to each rank ("direct").
 
 Shape letters: D hidden, K top-k, P physical slots, R ranks, M max tokens a rank, U ranks that share
 NVLink, S such groups (R = U * S), e local slots.
@@ -12,17 +15,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dispatch import deepep
 from dispatch.base import DispatchConfig, WireFormat
@@ -36,7 +33,11 @@ MAX_ROWS = 2**31 - 1  # rows are numbered by int32
 ALIGNMENT = 2 * 2**20  # of the buffer, and what it is rounded up to
 ROW_ALIGNMENT = 32  # bytes; of each part of a row in the buffer
 CHANNELS = 1280  # between nodes: 160 multiprocessors of 8 channels
-GIN_PROXY = "2"  # NCCL_GIN_TYPE of network access through the host
+# Where rows are relayed: domains, ranks of one, and threads that wait for counts.
+MAX_RELAYED_DOMAINS = 32
+MAX_RELAYED_RANKS = 64
+COUNTING_THREADS = 128
+SHARED_MEMORY = 232448  # bytes of a block, on SM90 and SM100
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,13 @@ EP = Api("EPBuffer", (2, 32, 3), (13, 1), 512, 64, 16 * 2**20, True)
 
 # Parameters that we pass by name; a package that takes others is another API.
 USED = {
-    "__init__": {"group", "num_bytes", "num_max_tokens_per_rank", "explicitly_destroy"},
+    "__init__": {
+        "group",
+        "num_bytes",
+        "num_max_tokens_per_rank",
+        "allow_hybrid_mode",
+        "explicitly_destroy",
+    },
     "dispatch": {
         "x",
         "topk_idx",
@@ -153,23 +160,26 @@ def buffer_bytes(
     fp8: bool,
     ranks: int,
     domain: int,
+    relayed: bool = True,
     multiple_reduction: bool = True,
 ) -> int:
-    """What `get_buffer_size_hint` gives. domain: ranks that share NVLink; as many as `ranks`:
-    direct, else by way of a rank of the own domain (hybrid). top_k 0 counts as 32."""
+    """What `get_buffer_size_hint` gives. domain: ranks that share NVLink; relayed makes a
+    difference where these are not all. top_k 0 counts as 32."""
     top_k = top_k or MAX_TOP_K
     scales = 4 * -(-hidden // 32) if fp8 else 0  # room for a scale of 32 channels
     there = row_bytes(api, hidden if fp8 else 2 * hidden, scales, top_k, True)
     back = row_bytes(api, 2 * hidden, 0, top_k, False)
     groups = ranks // domain
-    if groups == 1:
-        dispatch = ranks * max_tokens * there
-        combine = (min(ranks, top_k) if multiple_reduction else top_k) * max_tokens * back
+    if groups == 1 or not relayed:
+        rdma = 0 if groups == 1 else 1  # it reads from buffers to send
+        dispatch = (ranks + rdma) * max_tokens * there
+        held, each = (min(ranks, top_k), 1) if multiple_reduction else (top_k, top_k)
+        combine = (held + rdma * ranks * each) * max_tokens * back
     else:
-        relayed = max_tokens + CHANNELS
-        dispatch = (domain * groups * max_tokens + max_tokens + groups * relayed) * there
+        queued = max_tokens + CHANNELS
+        dispatch = (domain * groups * max_tokens + max_tokens + groups * queued) * there
         near, far = (min(n, top_k) if multiple_reduction else top_k for n in (domain, groups))
-        sent = (1 if multiple_reduction else top_k) * groups * relayed
+        sent = (1 if multiple_reduction else top_k) * groups * queued
         combine = (near * groups * max_tokens + sent + far * max_tokens) * back
     return _round_up(max(dispatch, combine), ALIGNMENT)
 
@@ -184,7 +194,26 @@ def buffer_bytes_for(api: Api, group: EPGroup, config: DispatchConfig) -> int:
         fp8=config.wire is not WireFormat.MODEL,
         ranks=group.size,
         domain=group.ranks_per_node,
+        relayed=is_relayed(group.num_nodes),
     )
+
+
+def is_relayed(num_nodes: int) -> bool:
+    return 1 < num_nodes <= MAX_RELAYED_DOMAINS
+
+
+def direct_ranks(
+    api: Api, hidden: int, top_k: int, num_ranks: int, num_experts: int, fp8: bool
+) -> int:
+    """The most ranks that rows can go straight to: a thread for each, and a row in shared memory
+    for each 32 threads."""
+    scales = 4 * -(-hidden // 128) if fp8 else 0
+    there = row_bytes(api, hidden if fp8 else 2 * hidden, scales, top_k, True) + ROW_ALIGNMENT
+    back = row_bytes(api, 2 * hidden, 0, top_k, False) + ROW_ALIGNMENT
+    counting = COUNTING_THREADS // 32
+    room = SHARED_MEMORY - 4 * _round_up(num_ranks + num_experts, COUNTING_THREADS)
+    warps = min(room // there, 32 - counting) + counting
+    return 32 * min(warps, SHARED_MEMORY // back, 32)
 
 
 def expanded_rows(ranks: int, max_tokens: int, top_k: int, local: int, alignment: int) -> int:
@@ -200,11 +229,13 @@ def problems(
     api: Api,
     *,
     num_ranks: int,
+    num_nodes: int,
     hidden: int,
     top_k: int,
     num_experts: int,
     max_tokens: int,
     alignment: int,
+    fp8: bool,
 ) -> list[str]:
     """Limits of the library: each with the number and the largest (or nearest) valid value."""
     found = []
@@ -224,6 +255,7 @@ def problems(
         found.append(
             f"{local} experts a rank: at most {most}, so num_physical_experts <= {num_ranks * most}"
         )
+    found += _node_problems(api, num_ranks, num_nodes, hidden, top_k, num_experts, fp8)
     if max_tokens < 1:
         found.append(f"max_tokens_per_rank={max_tokens}: must be at least 1")
     elif expanded_rows(num_ranks, max_tokens, top_k, local, alignment) > MAX_ROWS:
@@ -232,6 +264,27 @@ def problems(
         found.append(
             f"max_tokens_per_rank={max_tokens}: rows are numbered by int32; at most {fits}"
         )
+    return found
+
+
+def _node_problems(
+    api: Api, num_ranks: int, num_nodes: int, hidden: int, top_k: int, num_experts: int, fp8: bool
+) -> list[str]:
+    each, local = num_ranks // num_nodes, -(-num_experts // num_ranks)
+    if not is_relayed(num_nodes):
+        most = direct_ranks(api, hidden, top_k, num_ranks, num_experts, fp8)
+        if num_ranks <= most:
+            return []
+        why = f"{num_ranks} ranks on {num_nodes} nodes: at most {most}, a thread for each"
+        if num_nodes > 1:
+            why += f"; rows are relayed among {MAX_RELAYED_DOMAINS} nodes at most"
+        return [why]
+    found = []
+    if each > MAX_RELAYED_RANKS:
+        found.append(f"{each} ranks a node: at most {MAX_RELAYED_RANKS} where there are several")
+    elif each + local > COUNTING_THREADS:
+        most = COUNTING_THREADS - each
+        found.append(f"{local} experts a rank: at most {most} with {each} ranks a node of several")
     return found
 
 
@@ -248,34 +301,6 @@ def mode_problems(config: DispatchConfig) -> list[str]:
     return found
 
 
-def machine_problems(api: Api, group: EPGroup, config: DispatchConfig) -> list[str]:
-    """Device, its memory, NCCL, the network, the compiler: nothing is allocated or connected."""
-    size = buffer_bytes_for(api, group, config) + api.workspace
-    if not torch.cuda.is_available():
-        return [f"no CUDA device; the buffer needs {size} bytes of one"]
-    found = group_problems(group)
-    free, _ = torch.cuda.mem_get_info()
-    if size > free:
-        most = largest_tokens(api, group, config, free)
-        found.append(
-            f"max_tokens_per_rank={config.max_tokens_per_rank}: the buffer needs {size} bytes, "
-            f"{free} are free on the device; at most {most} tokens"
-        )
-    loaded: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    found += nccl_problems(api, loaded)
-    found += network_problems(group.num_nodes, os.environ)
-    return found + compiler_problems(api, os.environ)
-
-
-def group_problems(group: EPGroup) -> list[str]:
-    if group.device_group is None:
-        return ["needs an NCCL process group; one rank by itself has none"]
-    backend = dist.get_backend(group.device_group)
-    if "nccl" not in backend:
-        return [f"the ranks' group is of {backend}: must be of NCCL, whose communicator it uses"]
-    return []
-
-
 def largest_tokens(api: Api, group: EPGroup, config: DispatchConfig, free: int) -> int:
     """The largest M whose buffer fits into `free` bytes (0: none)."""
     low, high = 0, config.max_tokens_per_rank
@@ -289,68 +314,11 @@ def largest_tokens(api: Api, group: EPGroup, config: DispatchConfig, free: int) 
             fp8=config.wire is not WireFormat.MODEL,
             ranks=group.size,
             domain=group.ranks_per_node,
+            relayed=is_relayed(group.num_nodes),
         )
         fits = size + api.workspace <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
-
-
-def nccl_problems(api: Api, loaded: tuple[int, ...]) -> list[str]:
-    if tuple(loaded[:3]) >= api.nccl:
-        return []
-    have, need = (".".join(map(str, version)) for version in (loaded, api.nccl))
-    return [f"NCCL {have} is loaded: {api.buffer} needs {need} or newer"]
-
-
-def network_problems(num_nodes: int, environment: Any) -> list[str]:
-    """Between nodes the GPUs themselves must reach the network (GIN). Which kind NCCL takes is
-    known only once it is connected; what the environment rules out is known before."""
-    if num_nodes == 1:
-        return []
-    found = []
-    if environment.get("EP_DISABLE_GIN", "0") not in ("", "0"):
-        found.append(f"EP_DISABLE_GIN is set: {num_nodes} nodes cannot do without GIN")
-    if environment.get("NCCL_GIN_ENABLE", "1") == "0":
-        found.append("NCCL_GIN_ENABLE=0: rows travel between nodes by GIN")
-    if environment.get("NCCL_GIN_TYPE") == GIN_PROXY:
-        found.append(
-            f"NCCL_GIN_TYPE={GIN_PROXY} (proxy): refuses the library's queue depth of 1024; "
-            "unset it, the GPU must reach the network by itself"
-        )
-    if not Path("/dev/infiniband").is_dir():
-        found.append("/dev/infiniband is missing: no RDMA device between the nodes")
-    return found
-
-
-def compiler_problems(api: Api, environment: Any) -> list[str]:
-    """Kernels are compiled as they are first used."""
-    nvcc = find_nvcc(environment)
-    try:
-        said = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        kind = type(error).__name__
-        return [f"kernels are compiled at run time: {nvcc} cannot be run ({kind}); set CUDA_HOME"]
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    if api.nvcc is None or found is None:
-        return []
-    version = (int(found[1]), int(found[2]))
-    if version >= api.nvcc:
-        return []
-    have, need = (".".join(map(str, v)) for v in (version, api.nvcc))
-    return [f"{nvcc} is of CUDA {have}: {api.buffer} needs {need} or newer"]
-
-
-def find_nvcc(environment: Any) -> str:
-    """Where the library looks for it: the compiler asked for, CUDA_HOME, CUDA_PATH, the path."""
-    asked = environment.get("EP_JIT_NVCC_COMPILER")
-    if asked:
-        return str(asked)
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if environment.get(name):
-            return str(Path(environment[name]) / "bin" / "nvcc")
-    return shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 
 
 def _round_up(value: int, step: int) -> int:

@@ -14,6 +14,7 @@ import torch
 import dispatch.emulation as library_21
 import dispatch.emulation.elastic_25 as library_25
 from dispatch import deepep_v2_limits as limits
+from dispatch import deepep_v2_machine as machine
 from dispatch import dispatcher_names
 from dispatch.base import DispatchConfig, DispatchError, WireFormat
 from dispatch.deepep_v2 import ElasticDispatcher, EmulatedElasticDispatcher
@@ -30,6 +31,8 @@ NODES = EPGroup(0, 32, 8, SimpleNamespace(), SimpleNamespace())
 def problems(api: limits.Api = limits.ELASTIC, **changes: int) -> list[str]:
     fits = {
         "num_ranks": 32,
+        "num_nodes": 4,
+        "fp8": True,
         "hidden": 7168,
         "top_k": 8,
         "num_experts": 288,
@@ -52,8 +55,27 @@ def problems(api: limits.Api = limits.ELASTIC, **changes: int) -> list[str]:
             {"num_experts": 257},
             ["num_physical_experts=257 does not divide by 32 ranks: nearest are 256 and 288"],
         ),
-        ({"num_ranks": 1024, "num_experts": 1024}, []),
-        ({"num_ranks": 1025, "num_experts": 1025}, ["1025 ranks: at most 1024"]),
+        ({"num_ranks": 256, "num_nodes": 32, "num_experts": 256}, []),
+        ({"num_ranks": 320, "num_nodes": 40, "num_experts": 320}, []),
+        (
+            {"num_ranks": 1025, "num_nodes": 25, "num_experts": 1025},
+            ["1025 ranks: at most 1024"],
+        ),
+        (
+            {"num_ranks": 1024, "num_nodes": 128, "num_experts": 1024},
+            [
+                "1024 ranks on 128 nodes: at most 512, a thread for each; rows are relayed among "
+                "32 nodes at most"
+            ],
+        ),
+        (
+            {"num_ranks": 144, "num_nodes": 2, "num_experts": 288},
+            ["72 ranks a node: at most 64 where there are several"],
+        ),
+        (
+            {"num_ranks": 16, "num_nodes": 2, "num_experts": 1936},
+            ["121 experts a rank: at most 120 with 8 ranks a node of several"],
+        ),
         ({"num_experts": 2080}, ["num_physical_experts=2080: at most 2048"]),
         ({"max_tokens": 0}, ["max_tokens_per_rank=0: must be at least 1"]),
     ],
@@ -63,11 +85,11 @@ def test_limits_say_what_would_be_valid(changes: dict[str, int], said: list[str]
 
 
 def test_experts_of_a_rank_differ_by_version() -> None:
-    assert problems(num_ranks=2, num_experts=512) == []
-    (said,) = problems(num_ranks=2, num_experts=514)
+    assert problems(num_ranks=2, num_nodes=1, num_experts=512) == []
+    (said,) = problems(num_ranks=2, num_nodes=1, num_experts=514)
     assert said == "257 experts a rank: at most 256, so num_physical_experts <= 512"
-    assert problems(limits.EP, num_ranks=2, num_experts=1024) == []
-    (said,) = problems(limits.EP, num_ranks=2, num_experts=1026)
+    assert problems(limits.EP, num_ranks=2, num_nodes=1, num_experts=1024) == []
+    (said,) = problems(limits.EP, num_ranks=2, num_nodes=1, num_experts=1026)
     assert said == "513 experts a rank: at most 512, so num_physical_experts <= 1024"
 
 
@@ -86,37 +108,37 @@ def test_the_largest_number_of_tokens_is_the_largest() -> None:
 
 
 def test_versions_of_nccl_and_the_compiler(tmp_path: Path) -> None:
-    assert limits.nccl_problems(limits.ELASTIC, (2, 30, 4)) == []
-    (said,) = limits.nccl_problems(limits.ELASTIC, (2, 29, 7))
+    assert machine.nccl_problems(limits.ELASTIC, (2, 30, 4)) == []
+    (said,) = machine.nccl_problems(limits.ELASTIC, (2, 29, 7))
     assert said == "NCCL 2.29.7 is loaded: ElasticBuffer needs 2.30.4 or newer"
-    (said,) = limits.nccl_problems(limits.EP, (2, 30, 7))
+    (said,) = machine.nccl_problems(limits.EP, (2, 30, 7))
     assert said == "NCCL 2.30.7 is loaded: EPBuffer needs 2.32.3 or newer"
     nvcc = tmp_path / "bin" / "nvcc"
     environment = {"CUDA_HOME": str(tmp_path)}
-    (said,) = limits.compiler_problems(limits.ELASTIC, environment)
+    (said,) = machine.compiler_problems(limits.ELASTIC, environment)
     assert "compiled at run time" in said and "cannot be run (FileNotFoundError)" in said
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
     nvcc.chmod(0o755)
-    assert limits.compiler_problems(limits.ELASTIC, environment) == []
-    (said,) = limits.compiler_problems(limits.EP, environment)
+    assert machine.compiler_problems(limits.ELASTIC, environment) == []
+    (said,) = machine.compiler_problems(limits.EP, environment)
     assert said == f"{nvcc} is of CUDA 13.0: EPBuffer needs 13.1 or newer"
-    assert limits.find_nvcc({"EP_JIT_NVCC_COMPILER": "mine", **environment}) == "mine"
+    assert machine.find_nvcc({"EP_JIT_NVCC_COMPILER": "mine", **environment}) == "mine"
 
 
 def test_between_nodes_gpus_must_reach_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limits.network_problems(1, {"EP_DISABLE_GIN": "1"}) == []
+    assert machine.network_problems(1, {"EP_DISABLE_GIN": "1"}) == []
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
-    assert limits.network_problems(4, {"NCCL_GIN_TYPE": "3", "EP_DISABLE_GIN": "0"}) == []
+    assert machine.network_problems(4, {"NCCL_GIN_TYPE": "3", "EP_DISABLE_GIN": "0"}) == []
     for environment, said in (
         ({"EP_DISABLE_GIN": "1"}, "EP_DISABLE_GIN is set: 4 nodes cannot do without GIN"),
         ({"NCCL_GIN_ENABLE": "0"}, "NCCL_GIN_ENABLE=0"),
         ({"NCCL_GIN_TYPE": "2"}, "proxy"),
     ):
-        (found,) = limits.network_problems(4, environment)
+        (found,) = machine.network_problems(4, environment)
         assert said in found
     monkeypatch.setattr(Path, "is_dir", lambda self: False)
-    (found,) = limits.network_problems(4, {})
+    (found,) = machine.network_problems(4, {})
     assert "no RDMA device" in found
 
 
@@ -163,7 +185,7 @@ def test_a_probe_is_one_line_with_every_reason(packages: Any) -> None:
     reason = ElasticDispatcher.probe(NODE, bad).reason
     assert reason.startswith("deep_ep 2.0.0 ElasticBuffer: ") and "\n" not in reason
     for part in (
-        "ElasticBuffer.__init__ takes no explicitly_destroy, num_max_tokens_per_rank",
+        "ElasticBuffer.__init__ takes no allow_hybrid_mode, explicitly_destroy, num_max_tokens_per",
         "ElasticBuffer.combine takes no async_with_compute_stream",
         "deterministic mode: the library sums in bfloat16 by where experts lie",
         "dtype=torch.float32: must be torch.bfloat16",
@@ -182,8 +204,8 @@ def test_the_machine_is_looked_at_last(packages: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**37))
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
-    monkeypatch.setattr(limits.dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(limits, "find_nvcc", lambda environment: "no-such-compiler")
+    monkeypatch.setattr(machine.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(machine, "find_nvcc", lambda environment: "no-such-compiler")
     reason = ElasticDispatcher.probe(NODE, V3).reason
     for part in (
         "the ranks' group is of gloo: must be of NCCL",
@@ -214,3 +236,15 @@ def test_plans_are_the_library_s_formula() -> None:
     assert wide.passing - plan.passing == rows * (7168 - 4 * 56) and wide.held >= plan.held
     assert ElasticDispatcher.plan(NODES, V3) == plan  # also where it is not installed
     assert "deepep_v2" in dispatcher_names()
+
+
+def test_above_32_nodes_rows_go_straight_to_each_rank() -> None:
+    """320 ranks on 40 nodes: buffers to send from, and a place for each rank's rows."""
+    many = EPGroup(0, 320, 8, SimpleNamespace(), SimpleNamespace())
+    config = replace(V3, max_tokens_per_rank=128, num_physical_experts=320)
+    assert limits.is_relayed(32) and not limits.is_relayed(40) and not limits.is_relayed(1)
+    there = limits.row_bytes(limits.ELASTIC, 7168, 4 * 224, 8, True)
+    back = limits.row_bytes(limits.ELASTIC, 2 * 7168, 0, 8, False)
+    size = max(321 * 128 * there, (8 + 320) * 128 * back)
+    assert limits.buffer_bytes_for(limits.ELASTIC, many, config) == -(-size // 2**21) * 2**21
+    assert EmulatedElasticDispatcher.probe(many, config).ok

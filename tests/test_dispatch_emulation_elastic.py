@@ -299,6 +299,10 @@ def test_a_handle_brings_the_layout_again(version: str, expand: bool) -> None:
             ({"topk_idx": idx}, AssertionError),
             ({"do_cpu_sync": True}, AssertionError),
             ({"num_experts": 2 * E}, AssertionError),
+            (
+                {"cumulative_local_expert_recv_stats": torch.zeros(L, dtype=torch.int32)},
+                HostAssertion,
+            ),
             ({"do_expand": not expand}, HostAssertion),
         ):
             with pytest.raises(kind):

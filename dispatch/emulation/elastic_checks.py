@@ -74,6 +74,7 @@ def check_dispatch(api: Api, num_ranks: int, num_bytes: int, call: DispatchCall)
     host_assert(experts % num_ranks == 0, f"E={experts} divides by {num_ranks} ranks")
     local = experts // num_ranks
     if call.stats is not None:
+        host_assert(call.cached is None, "a cached handle counts no tokens of experts")
         ok = call.stats.shape == (local,) and call.stats.dtype == torch.int32
         host_assert(ok, f"cumulative_local_expert_recv_stats is int32 [{local}]")
     host_assert(num_ranks <= limits.MAX_RANKS, f"R={num_ranks} <= {limits.MAX_RANKS}")
