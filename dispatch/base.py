@@ -134,7 +134,8 @@ class Received:
     """Rows that arrived for the local experts, in one of the three layouts.
 
     ROUTED: x [N, D]; slots [N, K] int32, local slot index or -1; weights [N, K] fp32 (0 where -1);
-    counts [e] int64 rows per local slot. The order of rows is by source rank, then source token.
+    counts [e] int64 rows per local slot. The order of rows is by source rank, then source token
+    (`deepep_v2`: by source rank alone).
     EXPANDED: x [N, D], a row for each (token, slot), grouped by slot; slots, weights [N, 1]. The
     segments of slots lie one behind the other or, where they are aligned, begin at starts [e]
     int64; then slots are -1 in the rows between and behind them, which nobody may read, and what
