@@ -30,7 +30,8 @@ KINDS = (EmulatedNormalDispatcher, EmulatedLowLatencyDispatcher)
 
 def case_of(seed: int, tokens: list[int]) -> CheckCase:
     """Another placement each time: slots hold other experts."""
-    placement = random_placement(6, 2, 2, seed, generation=seed)
+    ranks = len(tokens)
+    placement = random_placement(max(6, ranks - 2), ranks, 2, seed, generation=seed)
     return make_case(PREFILL, placement, tokens, seed, masked=0.2)
 
 
@@ -53,18 +54,24 @@ def layer(d: Dispatcher, case: CheckCase, rank: int) -> torch.Tensor:
     return d.combine_finish(handle)
 
 
-@pytest.mark.parametrize("wire", list(WireFormat))
-def test_phases_alternate_over_one_buffer(wire: WireFormat) -> None:
+@pytest.mark.parametrize(
+    ("wire", "ranks"), [*((wire, 2) for wire in WireFormat), (WireFormat.FP8, 16)]
+)
+def test_phases_alternate_over_one_buffer(wire: WireFormat, ranks: int) -> None:
     """Also as one dispatcher: what a phase leaves behind changes nothing for the other, whatever
-    the placement."""
-    cases = [case_of(seed, [3, 4] if seed % 3 else [4, 0]) for seed in range(6)]
+    the placement. 16 ranks are two nodes."""
+    tokens = [[3, 4] * (ranks // 2), [4, 0] * (ranks // 2)]
+    cases = [case_of(seed, tokens[seed % 3 == 0]) for seed in range(6 if ranks == 2 else 2)]
     homes = [expected(case, CombineForm.PAIRS)[1] for case in cases]
-    configs = [replace(config, wire=wire) for config in (PREFILL, DECODE)]
-    board = ThreadBoard(2)
-    buffers: list[Any] = [None, None]
+    slots = cases[0].placement.num_physical_experts
+    configs = [
+        replace(config, wire=wire, num_physical_experts=slots) for config in (PREFILL, DECODE)
+    ]
+    board = ThreadBoard(ranks)
+    buffers: list[Any] = [None] * ranks
 
     def body(rank: int) -> None:
-        group = board.group(rank)
+        group = board.group(rank, min(ranks, 8))
         hooks = shared_hooks(group, list(zip(KINDS, configs, strict=True)))
         buffers[rank] = hooks["buffer"].buffer
         made = [kind.open(group, c, **hooks) for kind, c in zip(KINDS, configs, strict=True)]
@@ -72,7 +79,7 @@ def test_phases_alternate_over_one_buffer(wire: WireFormat) -> None:
         for step, (case, home) in enumerate(zip(cases, homes, strict=True)):
             both.set_step_bound(4, decode_only=step % 2 == 1)
             assert both.in_use is made[step % 2]
-            for _ in range(2):
+            for _ in range(2 if ranks == 2 else 1):
                 got = layer(both, case, rank)
                 error = float((got - home[rank]).norm()) / max(float(home[rank].norm()), 1.0)
                 assert error < (0.01 if wire is WireFormat.MODEL else 0.05), (step, error)
