@@ -76,11 +76,16 @@ def exit_code_of(error: BaseException) -> int:
     return 2 if type(error).__name__ in _BAD_INPUT else 1
 
 
+def reason_of(error: BaseException) -> str:
+    """What to say of it: typed errors say all in their message."""
+    return str(error) if is_typed(error) else f"{type(error).__name__}: {error}"
+
+
 def write(path: Path | None, rank: int, error: BaseException) -> None:
     """Leave the reason where the launcher looks for it: a line of the file that all ranks share, or
     torchrun's file for this rank, in the form that torchrun reads."""
     details = "" if is_typed(error) else "".join(traceback.format_exception(error))
-    message = str(error) if is_typed(error) else f"{type(error).__name__}: {error}"
+    message = reason_of(error)
     extra = {
         "py_callstack": details or message,  # what torchrun's table shows
         "details": details,

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+from launch.cluster.stages import StageFile
 from launch.env import ERRORS, error_file
 from launch.failure import write_verdict
 from launch.processes import is_alive, launcher_of_front_end, leave
@@ -140,6 +141,7 @@ def main() -> None:
 def _record(error: JobDied) -> None:
     if not isinstance(error, RankDied):
         return  # of the launcher's end nobody is left to hear
+    StageFile(os.environ, 0).name_first(error.rank)
     shared = os.environ.get(ERRORS)  # torchrun's file is rank 0's own, in torchrun's form
     write_verdict(Path(shared) if shared else None, error.rank)
 

@@ -8,6 +8,7 @@ What it does in between is handed in (serving: `launch.serving_rank`; measuring:
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 from ep.peer_loss import is_lost_peer
+from launch.cluster.stages import ENDED, FAILED, RENDEZVOUS, STARTING, StageFile
 from launch.env import RankEnv, use_threads
-from launch.failure import LOST_PEER, exit_code_of, is_typed, write
+from launch.failure import LOST_PEER, exit_code_of, is_typed, reason_of, write
 from launch.processes import is_alive, leave, siblings
 from launch.signals import StopSignals, die_with_parent
 from launch.torchrun_folder import TorchrunFolder
@@ -71,14 +73,17 @@ class RankProcess:
         self.job: Job | None = None
         self.stopping = StopSignals(drain=self._asked, now=self.hurry)
         self._siblings: list[psutil.Process] = []
+        self.stages = StageFile(os.environ, env.rank)
 
     def run(self, body: Callable[[Job], None]) -> NoReturn:
         die_with_parent(self.env.supervisor)
+        self.stages.tell(STARTING)
         with self.stopping:
             try:
                 use_threads(self.config.engine.threads, self.env)
                 from launch.groups import open_job
 
+                self.stages.tell(RENDEZVOUS)
                 self.job = open_job(self.env)
                 self._siblings = siblings()
                 body(self.job)
@@ -132,6 +137,7 @@ class RankProcess:
         lost_peer = is_lost_peer(error)
         if isinstance(error, ConfigError):
             error = ConfigError([self._words(p) for p in error.problems])
+        self.stages.tell(FAILED, text=reason_of(error), code=code)
         patience = 0.0
         if lost_peer:
             self.stopping.asked.wait(PEER_LOSS_SECONDS)
@@ -145,6 +151,7 @@ class RankProcess:
 
     def exit(self, code: int) -> NoReturn:
         TorchrunFolder(self.env.error_file).remove_empty()
+        self.stages.tell(ENDED, code=code)
         leave(code)
 
     def _print(self, error: BaseException) -> None:

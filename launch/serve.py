@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from launch.cluster.stages import FAILED, StageFile
 from launch.env import RankEnv
 from launch.failure import Failure
 from launch.processes import leave
@@ -30,17 +31,26 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     # Whoever brings a front end of their own sends token ids.
     needs_text = front_end is None and (env is None or env.front_end is None)
     listens = env is None and front_end is None
-    config = given.resolve(
-        needs_text=needs_text,
-        more=port_problems if listens else no_problems,
-        on_rank=env is not None,
-    )
+    try:
+        config = given.resolve(
+            needs_text=needs_text,
+            more=port_problems if listens else no_problems,
+            on_rank=env is not None,
+        )
+        if env is not None:
+            from launch.rank import check_size
+
+            config = check_size(config, env)
+    except ConfigError as error:
+        if env is not None:  # whoever watches the job hears of it before the others wait for us
+            text = "\n".join(map(given.in_users_words, error.problems))
+            StageFile(os.environ, env.rank).tell(FAILED, text=text, code=error.exit_code)
+        raise
     if env is not None:
-        from launch.rank import check_size
         from launch.serving_rank import ServingRank
 
         env = replace(env, front_end=front_end or env.front_end)
-        rank = ServingRank(check_size(config, env), env, given.in_users_words)
+        rank = ServingRank(config, env, given.in_users_words)
         rank.run(rank.serve)
         return
     if front_end is not None:  # whoever gave it has started us (moeserve.llm_backends)

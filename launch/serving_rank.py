@@ -11,6 +11,8 @@ from collections.abc import Callable
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from launch.cluster.stages import READY as RANK_READY
+from launch.cluster.stages import SERVING
 from launch.env import RankEnv
 from launch.failure import LOST_PEER, describe_exit
 from launch.front_end import FrontEndProcess
@@ -20,7 +22,9 @@ from moeserve.errors import FrontEndDied, JobDied, MoeserveError
 from moeserve.terminal import say
 
 if TYPE_CHECKING:
+    from ep.group import EPGroup
     from launch.groups import Job
+    from moeserve.engine import Engine
 
 # The front end waits for every rank's Stopped and then ends; this is what it may take to do so.
 FRONT_END_EXIT_SECONDS = 15.0
@@ -48,7 +52,18 @@ class ServingRank(RankProcess):
         if not address:
             self.stopping.asked.wait(PEER_LOSS_SECONDS)  # rank 0's end is to be seen first
             self.exit(LOST_PEER)
-        run_rank(self.config, job.group, address, builder=build_and_show)
+        run_rank(self.config, job.group, address, builder=self._build)
+
+    def _build(
+        self, config: ServeConfig, group: EPGroup, tell: Callable[[str, int, int], None]
+    ) -> Engine:
+        def told(stage: str, done: int, total: int) -> None:
+            tell(stage, done, total)
+            self.stages.tell(stage, done, total)
+
+        engine = build_and_show(config, group, told)
+        self.stages.tell(RANK_READY)
+        return engine
 
     def finish(self) -> None:
         if self.front_end is not None:
@@ -96,6 +111,7 @@ class ServingRank(RankProcess):
     def _on_ready(self, url: str) -> None:
         assert self.job is not None
         self.job.say(READY)
+        self.stages.tell(SERVING, text=url)
         say(f"ready: {url}")
 
     def _watch_front_end(self) -> None:
