@@ -209,6 +209,7 @@ def _info(
     return {
         "model_type": start.model.model_type,
         "vocab_size": start.model.vocab_size,
+        "device": model.device.type,
         "dtype": str(start.dtype).removeprefix("torch."),
         "deterministic": config.engine.deterministic,
         "kernels": start.kernels.reason.removeprefix("kernels: "),

@@ -111,12 +111,17 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[TokenOutput]:
+        start = time.perf_counter()
         plan, batch = self._prepare()
+        prepared = time.perf_counter()
         try:
             agreed = self.lockstep.agree(self._vote(plan))
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
         self.stopped, self.idle = agreed.stop, not agreed.run
+        if agreed.run:
+            self._part("host", prepared - start)
+            self._part("lockstep", time.perf_counter() - prepared)
         if self.rebalancer is not None and not agreed.stop:
             self.rebalancer.advance(agreed)
             self.placement = self.rebalancer.placement
@@ -149,12 +154,23 @@ class Engine:
 
     def _choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> list[TokenOutput] | None:
         """What the step gives; None where its requests failed. Not collective."""
+        start = time.perf_counter()
         try:
             result = self.runner.choose(plan, batch, logits)
         except Exception as error:  # only these requests are lost
             self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
             return None
-        return self._commit(plan, result)
+        chosen = time.perf_counter()
+        outputs = self._commit(plan, result)
+        self._part("sampling", chosen - start)
+        self._part("host", time.perf_counter() - chosen)
+        return outputs
+
+    def _part(self, name: str, seconds: float) -> None:
+        """Beside what the model tells: host (plan, batch, commit), lockstep (waiting for the other
+        ranks' votes), sampling."""
+        if self.recorder is not None:
+            self.recorder.part(name, seconds)
 
     def _peers_answered(self) -> bool:
         """False where the dispatcher left ranks out: the step's tokens would lack their experts.
@@ -328,6 +344,7 @@ class Engine:
             dispatch_bytes=0 if dispatcher is None else dispatcher.stats.bytes_sent,
             rss_bytes=self._process.memory_info().rss,
             masked_ranks=self.runner.masked_ranks,
+            part_seconds={} if self.recorder is None else dict(self.recorder.seconds),
             rebalance=None if self.rebalancer is None else self.rebalancer.stats(),
         )
 

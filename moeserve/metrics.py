@@ -201,6 +201,16 @@ class _FleetCollector(Collector):
             for rank, state in states:
                 counter.add_metric([rank], getattr(state.stats, field))
             yield counter
+        parts = CounterMetricFamily(
+            "moeserve_step_part_seconds",
+            "Time spent in steps, by part; lockstep is waiting for other ranks' votes",
+            labels=["rank", "part"],
+        )
+        for rank, state in states:
+            assert state.stats is not None
+            for part, seconds in state.stats.part_seconds.items():
+                parts.add_metric([rank, part], seconds)
+        yield parts
         yield from expert_series(fleet)
         yield from _dispatch(client)
         yield from _rebalancing(client)

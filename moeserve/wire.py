@@ -134,6 +134,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     rss_bytes: int = 0
     rebalance: wire_rebalance.RebalanceStats | None = None  # None: experts cannot move here
     masked_ranks: tuple[int, ...] = ()  # that the dispatcher leaves out
+    part_seconds: dict[str, float] = {}  # of steps, by part (`StepRecorder.seconds`)
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

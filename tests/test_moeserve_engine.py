@@ -335,7 +335,9 @@ def test_expert_load_counts_real_tokens_only() -> None:
     assert recorder.window is not None and recorder.window.totals().sum() == 5
     assert recorder.window.totals("decode").sum() == recorder.tokens[DECODE] == 2
     assert recorder.rows_total.tolist() == [5]
-    assert recorder.seconds == {"experts": 1.5} and engine.stats(with_load=False).expert_load == ()
+    assert recorder.seconds["experts"] == 1.5 and engine.stats(with_load=False).expert_load == ()
+    assert stats.part_seconds == recorder.seconds
+    assert {*recorder.seconds} == {"experts", "host", "lockstep", "sampling"}
 
 
 def test_a_row_that_edits_its_logits_edits_no_neighbours() -> None:
