@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from launch.cluster.stages import FAILED, StageFile
+from launch.cluster.jobs import LOCAL, enter, record_of_this_process, registered
+from launch.cluster.stages import FAILED, VARIABLE, StageFile
 from launch.env import RankEnv
 from launch.failure import Failure
 from launch.processes import leave
@@ -50,16 +51,27 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
         from launch.serving_rank import ServingRank
 
         env = replace(env, front_end=front_end or env.front_end)
-        rank = ServingRank(config, env, given.in_users_words)
+        unwatched = env.supervisor is None and VARIABLE not in os.environ
+        record = None
+        if env.rank == 0 and env.front_end is None and unwatched:  # torchrun or srun by hand
+            record = record_of_this_process(LOCAL, None, env.num_nodes, env.size, arguments)
+            enter(record)
+        rank = ServingRank(config, env, given.in_users_words, record)
         rank.run(rank.serve)
         return
     if front_end is not None:  # whoever gave it has started us (moeserve.llm_backends)
         when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
     from launch.job import run_job
 
-    failure = run_job(config.parallel.ep, arguments, front_end)
     if front_end is None:
-        end_job(failure, config.parallel.ep, "stopped")
+        ranks = config.parallel.ep
+        record = record_of_this_process(
+            LOCAL, None, 1, ranks, arguments, drain_seconds=config.server.drain_seconds
+        )
+        with registered(record):
+            failure = run_job(ranks, arguments, front_end)
+        end_job(failure, ranks, "stopped")
+    failure = run_job(config.parallel.ep, arguments, front_end)
     if failure is not None and failure.told:
         leave(failure.exit_code)  # whoever gave the front end has heard it there
     end_job(failure, config.parallel.ep)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.stages import READY as RANK_READY
 from launch.cluster.stages import SERVING
 from launch.env import RankEnv
@@ -35,9 +36,15 @@ READY, STOP, HURRY = "ready", "stop", "hurry"  # what ranks say to each other th
 
 class ServingRank(RankProcess):
     def __init__(
-        self, config: ServeConfig, env: RankEnv, words: Callable[[str], str] = lambda p: p
+        self,
+        config: ServeConfig,
+        env: RankEnv,
+        words: Callable[[str], str] = lambda p: p,
+        record: JobRecord | None = None,
     ) -> None:
+        """record: by which this rank has entered the job among those that are known."""
         super().__init__(config, env, words)
+        self._record = record
         self.front_end: FrontEndProcess | None = None
 
     def serve(self, job: Job) -> None:
@@ -64,6 +71,11 @@ class ServingRank(RankProcess):
         engine = build_and_show(config, group, told)
         self.stages.tell(RANK_READY)
         return engine
+
+    def exit(self, code: int) -> NoReturn:
+        if self._record is not None:
+            Registry.of_user().remove(self._record)
+        super().exit(code)
 
     def finish(self) -> None:
         if self.front_end is not None:

@@ -1,0 +1,202 @@
+"""`moeserve launch slurm`: a job of many ranks as a batch file, submitted and watched on demand.
+
+Everything that can be wrong is found before anything is submitted, and told at once. While watched,
+the job is this terminal's: Ctrl-C ends it, and a failure is told here, first cause first.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cluster.jobs import JOB_FILE, SLURM, JobRecord, Registry
+from launch.cluster.sbatch import SCRIPT, Ask, sbatch_text
+from launch.cluster.served import Served, check_served
+from launch.cluster.slurm_commands import SlurmError, available, partitions, submit
+from launch.cluster.slurm_watch import watch_job
+from moeserve.errors import ConfigError
+from moeserve.terminal import counted, say
+
+FOLDERS = Path("moeserve-jobs")  # where jobs' folders are made when none is named
+_ODD = re.compile(r"[\s%\"'\\]")  # what Slurm reads otherwise in the name of a file
+
+
+@dataclass(frozen=True)
+class SlurmLaunch:
+    """The command line, as typed. ranks_per_node None: one a GPU. wait: seconds for the job to be
+    ready once it runs; None: as long as it takes, 0: submit and leave."""
+
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int | None
+    cpus_per_rank: int | None
+    partition: str | None
+    account: str | None
+    time: str | None
+    name: str
+    extra: tuple[str, ...]
+    output: Path | None
+    python: str | None
+    submit: bool
+    wait: float | None
+    detach: bool
+    words: tuple[str, ...]
+
+    def run(self) -> int:
+        """The exit code. ConfigError: what is wrong, all of it; SlurmError: Slurm refused it."""
+        problems: list[str] = []
+        ranks = self.ranks_per_node or self.gpus_per_node
+        self._check_sizes(problems)
+        self._check_slurm(problems)
+        folder = self._folder(problems)
+        served = check_served(self.words, self.nodes * ranks, problems)
+        if problems:
+            raise ConfigError(problems)
+        if served is None:
+            return 0  # its help was asked for
+        ask = Ask(
+            nodes=self.nodes,
+            ranks_per_node=ranks,
+            gpus_per_node=self.gpus_per_node,
+            folder=folder,
+            words=served.words,
+            python=self.python or sys.executable,
+            home=Path(__file__).resolve().parents[2],
+            name=self.name,
+            partition=self.partition,
+            account=self.account,
+            time=self.time,
+            cpus_per_rank=self.cpus_per_rank,
+            extra=self.extra,
+        )
+        script = self._write(ask, served)
+        if not self.submit:
+            say(f"written: {script}")
+            say(f"submit it with: sbatch {shlex.quote(str(script))}")
+            say("or let moeserve submit and watch it: the same command with --submit")
+            print(script)
+            return 0
+        return self._submit(ask, served, script)
+
+    def _check_sizes(self, problems: list[str]) -> None:
+        ranks = self.ranks_per_node
+        if not self.gpus_per_node and not ranks:
+            problems.append(
+                "--gpus-per-node is missing: one rank a GPU; on CPUs give --ranks-per-node instead"
+            )
+        if self.gpus_per_node and ranks and ranks != self.gpus_per_node:
+            problems.append(
+                f"--ranks-per-node {ranks}: a rank has one GPU; leave it out, or give "
+                f"--ranks-per-node {self.gpus_per_node}"
+            )
+        problems += [
+            f"--extra {line!r}: must begin with '#SBATCH -'"
+            for line in self.extra
+            if not line.startswith("#SBATCH -") or "\n" in line
+        ]
+        for option in ("name", "partition", "account", "time"):
+            value = getattr(self, option)
+            if value is not None and (not value or re.search(r"\s", value)):
+                problems.append(f"--{option} {value!r}: must be one word")
+
+    def _check_slurm(self, problems: list[str]) -> None:
+        if self.submit and not available("sbatch"):
+            problems.append(
+                "--submit: there is no sbatch on this machine; leave --submit out, and submit the "
+                "file on one of the cluster's"
+            )
+        if not available("sinfo"):
+            if not self.submit:
+                say("no sinfo here: partition and sizes are not compared with the cluster's")
+            return
+        try:
+            known = partitions()
+        except SlurmError as error:
+            problems.append(str(error))
+            return
+        names = ", ".join(sorted(name for name in known if name))
+        part = known.get(self.partition or "")
+        if part is None:
+            problems.append(
+                f"--partition {self.partition}: no such partition; this cluster has {names}"
+                if self.partition
+                else f"--partition is missing: this cluster has no default one; it has {names}"
+            )
+            return
+        if self.nodes > part.nodes:
+            problems.append(
+                f"--nodes {self.nodes}: partition {part.name} has {counted(part.nodes, 'node')}"
+            )
+        if self.gpus_per_node > part.gpus_per_node:
+            problems.append(
+                f"--gpus-per-node {self.gpus_per_node}: nodes of partition {part.name} have "
+                f"{counted(part.gpus_per_node, 'GPU')} at most"
+            )
+
+    def _folder(self, problems: list[str]) -> Path:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = (self.output or FOLDERS / f"{self.name}-{stamp}").absolute()
+        if _ODD.search(str(folder)):
+            problems.append(f"--output {folder}: blanks, quotes and % mean something to Slurm")
+        elif folder.exists() and not folder.is_dir():
+            problems.append(f"--output {folder}: is no folder")
+        elif list(folder.glob("node-*.jsonl")):
+            problems.append(f"--output {folder}: holds what another job wrote; name another folder")
+        return folder
+
+    def _write(self, ask: Ask, served: Served) -> Path:
+        script = ask.folder / SCRIPT
+        try:
+            ask.folder.mkdir(parents=True, exist_ok=True)
+            script.write_text(sbatch_text(ask))
+            script.chmod(0o700)  # a key may be among the flags
+        except OSError as error:
+            raise ConfigError([f"--output {ask.folder}: {error.strerror}"]) from None
+        if served.listens_anywhere:
+            keyless = not any(word.startswith("--api-key") for word in served.words)
+            say(
+                f"--host {served.host}: the first node listens on all its addresses"
+                + (", for whoever reaches them: --api-key asks for a key" if keyless else "")
+            )
+        return script
+
+    def _submit(self, ask: Ask, served: Served, script: Path) -> int:
+        job = submit(script)
+        record = JobRecord(
+            id=job,
+            kind=SLURM,
+            folder=str(ask.folder),
+            nodes=ask.nodes,
+            num_ranks=ask.num_ranks,
+            command=("serve", *_without_keys(served.words)),
+            host="",
+            pid=0,
+            pid_started=0.0,
+            started=time.time(),
+            drain_seconds=served.drain_seconds,
+        )
+        (ask.folder / JOB_FILE).write_text(record.text())
+        Registry.of_user().add(record)
+        say(f"submitted: job {job}, {counted(ask.nodes, 'node')}, {counted(ask.num_ranks, 'rank')}")
+        say(f"its folder: {ask.folder}")
+        if self.wait == 0:
+            say(f"watch it with: moeserve status {job}; end it with: moeserve stop {job}")
+            print(job)
+            return 0
+        return watch_job(record, wait=self.wait, detach=self.detach)
+
+
+def _without_keys(words: Sequence[str]) -> list[str]:
+    """The words as others may read them."""
+    shown, hide = [], False
+    for word in words:
+        head, equals, _ = word.partition("=")
+        secret = head in ("--api-key", "--admin-key")
+        shown.append("..." if hide else f"{head}=..." if secret and equals else word)
+        hide = secret and not equals
+    return shown
