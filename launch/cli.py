@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from launch.bench.app import bench_app
+from launch.cluster.app import launch_app
 from launch.commands import Command, Group
 from launch.experts.app import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
@@ -213,6 +214,7 @@ def chat(
 
 app.add_typer(bench_app)
 app.add_typer(experts_app)
+app.add_typer(launch_app)
 
 
 @app.command(cls=Command)
