@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from launch.bench.app import bench_app
+from launch.capacity.command import plan
 from launch.cluster.app import launch_app
 from launch.commands import Command, Group
 from launch.experts.app import experts_app
@@ -217,35 +218,7 @@ app.add_typer(experts_app)
 app.add_typer(launch_app)
 
 
-@app.command(cls=Command)
-def plan(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Of expert loads, with --routing trace"),
-    ] = None,
-    rehearse: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="v3-decode-320, v3-decode-144 or v3-prefill-32"),
-    ] = None,
-    routing: Annotated[
-        str, typer.Option(metavar="NAME", help="random, or trace: as often as in FILE")
-    ] = "random",
-    array: Annotated[
-        str | None, typer.Option(metavar="NAME", help="One of several arrays in FILE")
-    ] = None,
-    dispatch: Annotated[
-        str, typer.Option(metavar="NAME", help="How tokens travel: torch or allgather")
-    ] = "torch",
-    wire: Annotated[
-        str, typer.Option(metavar="NAME", help="Their rows: model, fp8 or fp8_ue8m0")
-    ] = "model",
-    seed: Annotated[int, typer.Option(metavar="N", help="Of all that is drawn")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
-) -> None:
-    """Rehearse a published layout at its full number of ranks, on tiny tensors, on this machine."""
-    from launch.plan import Plan
-
-    Plan(rehearse, routing, trace, seed, dispatch, wire, json, array).run()
+app.command(cls=Command)(plan)
 
 
 @app.command(cls=Command)

@@ -6,6 +6,7 @@ Knows how a rehearsal's report is shown. What a rehearsal does: launch/rehearse.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,41 +23,50 @@ _ROWS = {"model": "fp32 rows", "fp8": "FP8 rows", "fp8_ue8m0": "FP8 rows, UE8M0 
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was typed."""
+class Rehearse:
+    """What was typed; None: not given. source: the file of loads, as argument or --trace."""
 
-    rehearse: str | None
-    routing: str
+    rehearse: str
+    routing: str | None
+    source: str | None
     trace: Path | None
-    seed: int
-    dispatch: str
-    wire: str
+    seed: str | None
+    dispatch: str | None
+    wire: str | None
     as_json: bool
-    array: str | None = None
 
-    def run(self) -> None:
-        """ConfigError for the flags or the trace; RehearsalFailed if outputs are wrong. With
-        as_json the last line of stdout is one object, in either case."""
-        from launch.rehearse import REHEARSALS, Rehearsal
 
-        if self.rehearse is None:
-            raise ConfigError([f"plan: give --rehearse NAME; valid are {', '.join(REHEARSALS)}"])
-        asked = Rehearsal(
-            self.rehearse,
-            self.routing,
-            self.trace,
-            self.seed,
-            self.dispatch,
-            self.wire,
-            self.array,
-        )
-        report = asked.run()
-        if self.as_json:
-            print(json.dumps(report.as_json()))
-        else:
-            show(report)
-        sys.stdout.flush()
-        report.check()
+def run_rehearsal(asked: Rehearse, unused: list[str]) -> None:
+    """unused: flags that a rehearsal does not have. ConfigError for flags or the trace;
+    RehearsalFailed if outputs are wrong. With as_json the last line of stdout is one object, in
+    either case."""
+    from launch.rehearse import Rehearsal
+
+    problems = [f"{flag}: has no meaning with --rehearse" for flag in unused]
+    file = asked.trace
+    if asked.source is not None:
+        if file is not None:
+            problems.append(f"{asked.source}, --trace={file}: give one of the two")
+        file = Path(asked.source)
+    seed = asked.seed or "0"
+    if not re.fullmatch(r"-?\d{1,18}", seed):
+        problems.append(f"--seed={seed}: must be a whole number")
+    if problems:
+        raise ConfigError(problems)
+    report = Rehearsal(
+        asked.rehearse,
+        asked.routing or "random",
+        file,
+        int(seed),
+        asked.dispatch or "torch",
+        asked.wire or "model",
+    ).run()
+    if asked.as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        show(report)
+    sys.stdout.flush()
+    report.check()
 
 
 def show(report: Report) -> None:

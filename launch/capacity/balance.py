@@ -50,9 +50,8 @@ def balance(d: Deployment, loads: FloatArray | None = None, source: str = TYPICA
         loads = typical(experts)
     if d.gpus == 1:
         return Balance(1.0, 1.0, 1.0, source)
-    hosted = d.shape.config.n_shared_experts if d.shared == "hosted" else 0
     return _planned(
-        loads.tobytes(), loads.shape[0], experts, d.gpus, d.slots, hosted, top_k, source
+        loads.tobytes(), loads.shape[0], experts, d.gpus, d.slots, d.hosted, top_k, source
     )
 
 

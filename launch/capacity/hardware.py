@@ -29,6 +29,7 @@ class Gpu:
     sms: int
     host_memory: float  # of its node
     price: float  # dollars an hour
+    young: bool  # kernels were new when its points were measured (`Calibration.young`)
     source: str
 
     @property
@@ -70,5 +71,6 @@ def _gpu(name: str, fields: dict[str, object]) -> Gpu:
         sms=int(str(fields["sms"])),
         host_memory=number("host_memory_gb", 1e9),
         price=number("price", 1.0),
+        young=bool(fields.get("young", False)),
         source=str(fields["source"]),
     )

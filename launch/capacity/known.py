@@ -12,21 +12,42 @@ from pathlib import Path
 
 from launch.capacity.shape import ModelShape
 from models.deepseek.config import DeepSeekConfig
+from models.deepseek.errors import ConfigError as Broken
+from models.deepseek.errors import UnsupportedModel
 from moeserve.errors import ConfigError
 
 MODELS = ("deepseek-v3", "kimi-k2")
+# Checkpoints of the same shape, as they are called by their makers.
+ALIASES = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-0528": "deepseek-v3",
+    "deepseek-v3-0324": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "kimi-k2-instruct": "kimi-k2",
+    "kimi-k2-instruct-0905": "kimi-k2",
+    "kimi-k2-thinking": "kimi-k2",
+}
 
 
 def load_shape(model: str) -> ModelShape:
-    """A name of `MODELS`, a config.json, or a folder with one. ConfigError if it is none."""
-    if model.lower() in MODELS:
-        file = resources.files("launch.capacity").joinpath("models", f"{model.lower()}.json")
-        return ModelShape(DeepSeekConfig.from_hf(json.loads(file.read_text("utf-8"))))
+    """A name of `MODELS` or `ALIASES` (its maker before a slash or not), a config.json, or a folder
+    with one. ConfigError if it is none, or holds another model."""
     path = Path(model)
+    name = model.lower().removeprefix("deepseek-ai/").removeprefix("moonshotai/")
+    if name in (*MODELS, *ALIASES) and not path.exists():
+        file = resources.files("launch.capacity").joinpath(
+            "models", f"{ALIASES.get(name, name)}.json"
+        )
+        return ModelShape(DeepSeekConfig.from_hf(json.loads(file.read_text("utf-8"))))
     if not path.exists():
-        close = difflib.get_close_matches(model.lower(), MODELS, n=1)
+        close = difflib.get_close_matches(name, (*MODELS, *ALIASES), n=1)
         nearest = f"; nearest: {close[0]}" if close else ""
         raise ConfigError(
             [f"MODEL={model}: no such file or folder, nor one of {', '.join(MODELS)}{nearest}"]
         )
-    return ModelShape(DeepSeekConfig.from_hf(path))
+    try:
+        return ModelShape(DeepSeekConfig.from_hf(path))
+    except Broken as error:
+        raise ConfigError([f"MODEL={error.source}: {x}" for x in error.problems]) from error
+    except UnsupportedModel as error:
+        raise ConfigError([f"MODEL={model}: {error}"]) from error

@@ -8,6 +8,7 @@ Shape letters: D hidden, M tokens that a GPU dispatches at most, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,14 +16,22 @@ from typing import Any
 
 import torch
 
-from dispatch import deepep_plan
 from dispatch.base import DispatchConfig, WireFormat
+from dispatch.deepep import NORMAL_RANKS
 from launch.capacity.deployment import Deployment
 
 CONTEXT = 1.5e9  # CUDA context, NCCL, allocator slack: what nvidia-smi shows before any weight
 GRAPH = 150e6  # of one captured batch size of 61 layers (vLLM and SGLang report 0.1-0.2 GB)
 RESERVE = 0.05  # of the memory, left free: fragments, spikes
 BLOCK_TOKENS = 64  # of a page: what FlashMLA takes
+
+_PLANNERS = {
+    "deepep_ll": ("dispatch.deepep_ll", "LowLatencyDispatcher"),
+    "deepep_normal": ("dispatch.deepep_normal", "EmulatedNormalDispatcher"),
+    "deepep_v2": ("dispatch.deepep_v2", "EmulatedElasticDispatcher"),
+    "nvshmem": ("dispatch.nvshmem", "SymmetricDispatcher"),
+    "allgather": ("dispatch.allgather", "AllGatherDispatcher"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,8 @@ def weights(d: Deployment) -> dict[str, float]:
     each = s.weight_bytes
     layers = s.layers + m.num_mtp_layers
     moe = s.moe_layers + m.num_mtp_layers
-    slots = math.ceil(d.slots_per_gpu)
-    own = math.ceil((m.n_routed_experts + (d.shared == "hosted")) / d.gpus)
+    slots = d.slots_per_gpu
+    own = math.ceil((m.n_routed_experts + d.hosted) / d.gpus)
     found = {
         "attention": layers * ((s.attention - s.up) * each + s.up * 2) / d.tp,
         "dense layers": (s.layers - s.moe_layers) * s.dense * each,
@@ -97,38 +106,55 @@ def weights(d: Deployment) -> dict[str, float]:
 
 
 def buffers(d: Deployment) -> float:
-    """What the way to dispatch holds and allocates in passing, both phases' tokens counted."""
-    if d.gpus == 1:
+    """What the way to dispatch holds and allocates in passing, as its backend itself reckons before
+    it is opened: the worst case that a step may be. `torch` reckons nothing, for it frees what it
+    makes: rows of the busiest GPU, and their results."""
+    if d.gpus == 1 or d.step_tokens < 1 or d.dispatch == "local":
         return 0.0
-    tokens = d.decode_tokens if d.phase == "decode" else d.tokens
-    config = DispatchConfig(
+    if d.dispatch == "torch":
+        halves = 2 if d.overlap else 1
+        row = dispatch_config(d).hidden_size * 2 + d.shape.dispatch_bytes(d.wire_fp8)
+        rows = d.step_tokens / halves * min(d.picks, d.slots_per_gpu * d.gpus) * d.balance
+        return halves * rows * row
+    return float(_planner(d.dispatch).plan(group_of(d), dispatch_config(d)).total)
+
+
+def dispatch_config(d: Deployment) -> DispatchConfig:
+    """What a backend is told of the phase."""
+    return DispatchConfig(
         d.shape.config.hidden_size,
         d.picks,
-        d.slots,
-        tokens,
+        d.physical,
+        d.step_tokens,
         torch.bfloat16,
         deterministic=False,
         wire=WireFormat.FP8 if d.wire_fp8 else WireFormat.MODEL,
     )
-    group: Any = SimpleNamespace(size=d.gpus, rank=0, ranks_per_node=d.gpu.per_node)
-    row = deepep_plan.row_bytes(config)
-    back = config.hidden_size * 2
-    if d.dispatch == "deepep_ll":
-        return deepep_plan.ll_need(group, config).size + deepep_plan.ll_passing(group, config)
-    halves = 2 if d.overlap else 1
-    # Rows that arrive on the busiest GPU, once for each expert of it at most; results likewise.
-    arriving = tokens / halves * min(d.picks, d.slots_per_gpu * d.gpus) * d.balance
-    passing = halves * (arriving * (row + back) + tokens / halves * back)
-    if d.dispatch == "deepep_normal":
-        return 1e9 * (1 if d.gpus <= d.gpu.per_node else 2) + passing  # its queues
-    return passing  # torch, allgather, nvshmem: made for a layer, freed when it is home
+
+
+def group_of(d: Deployment) -> Any:
+    """Ranks and nodes as backends see them: an EPGroup without process groups. A normal-mode number
+    of ranks stands for one that the library does not have (`rules` names it)."""
+    size = d.gpus
+    if d.dispatch == "deepep_normal" and size not in NORMAL_RANKS:
+        size = min(NORMAL_RANKS, key=lambda ranks: abs(ranks - size))
+    node = d.gpu.per_node
+    domain = node if size % node == 0 else size
+    return SimpleNamespace(size=size, rank=0, ranks_per_node=domain, num_nodes=size // domain)
+
+
+def _planner(name: str) -> Any:
+    """The backend's class; that of its emulation, which knows the same sizes, where the library is
+    needed to ask."""
+    module, attribute = _PLANNERS[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def workspace(d: Deployment) -> float:
     """Activations of a step: the residual stream, queries and outputs of all heads, both ways of a
     feed-forward part, logits in fp32 of the rows that are sampled."""
     m = d.shape.config
-    tokens = d.decode_tokens if d.phase == "decode" else d.tokens
+    tokens = d.step_tokens
     sampled = d.decode_tokens if d.phase == "decode" else max(d.tokens // 1024, 1)
     heads = m.num_attention_heads * (m.cache_width + m.kv_lora_rank) / d.tp
     widest = 3 * max(m.intermediate_size, m.moe_intermediate_size * m.n_shared_experts)
@@ -138,31 +164,40 @@ def workspace(d: Deployment) -> float:
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Sequences of one length that a GPU's cache holds, under three ways to keep it (Kwon et al.,
-    2023): reserved for the longest, paged, paged in FP8."""
+    """Sequences of one length that a cache holds, under three ways to keep it (Kwon et al., 2023):
+    reserved for the longest, paged, paged in FP8."""
 
     length: int
     reserved: int
     paged: int
     paged_fp8: int
 
+    def times(self, groups: int) -> Concurrency:
+        """Of so many caches."""
+        return Concurrency(
+            self.length, self.reserved * groups, self.paged * groups, self.paged_fp8 * groups
+        )
+
 
 def concurrency(d: Deployment, length: int, longest: int) -> Concurrency:
-    """length: mean positions of a sequence; longest: what a reservation must hold."""
+    """Of one GPU (of a group of tp). length: positions of a sequence; longest: what a reservation
+    must hold."""
     free = max(memory(d).kv, 0.0)
-    pages = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
-    plain = d.shape.kv_bytes(False, d.shape.config.num_mtp_layers)
-    small = d.shape.kv_bytes(True, d.shape.config.num_mtp_layers)
+    plain, small = (d.shape.kv_bytes(fp8, d.shape.config.num_mtp_layers) for fp8 in (False, True))
     return Concurrency(
         length,
-        int(free // (longest * plain)),
-        int(free // (pages * plain)),
-        int(free // (pages * small)),
+        int(free // (_paged(longest) * plain)),
+        int(free // (_paged(length) * plain)),
+        int(free // (_paged(length) * small)),
     )
 
 
 def sequences_that_fit(d: Deployment, length: float) -> int:
     """Of this mean length, in the format that is asked for."""
     kv = d.shape.kv_bytes(d.kv_fp8, d.shape.config.num_mtp_layers)
-    pages = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
-    return int(max(memory(d).kv, 0.0) // (pages * kv))
+    return int(max(memory(d).kv, 0.0) // (_paged(length) * kv))
+
+
+def _paged(length: float) -> int:
+    """Positions of whole pages."""
+    return max(math.ceil(length / BLOCK_TOKENS), 1) * BLOCK_TOKENS

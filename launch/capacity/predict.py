@@ -6,12 +6,13 @@ Knows: the model of times, what drafts gain, prices. Knows nothing of how pools 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.capacity import traffic
 from launch.capacity.deployment import Deployment
-from launch.capacity.times import Calibration, Step, decode_step, prefill_step
+from launch.capacity.times import Calibration, Step, decode_step, prefill_step, traffic_of
+from launch.capacity.traffic import Traffic
 
 CACHE_READ = 5e9  # bytes a second of a GPU at which cached latents come from host memory or a peer
 _MILLION = 1e6
@@ -34,17 +35,20 @@ class Workload:
 @dataclass(frozen=True)
 class Prediction:
     """Of one pool. tokens_per_s: of all its GPUs; prefill: computed prompt tokens, decode: output.
-    ttft, tpot, itl: seconds; None where the pool's phase has none. cost: dollars a million."""
+    ttft, tpot: seconds; None where the pool's phase has none. ttft is that of a busy pool: half a
+    step until the next one begins, then the full steps that the prompt is part of; ttft_alone of a
+    prompt that finds its GPU idle. cost: dollars a million."""
 
     step: Step
     tokens_per_s: float
     per_gpu: float
     per_node: float
     ttft: float | None
+    ttft_alone: float | None
     tpot: float | None
     tokens_a_step: float  # output tokens of a sequence: 1, more with drafts
     mtp_gain: float  # tokens a second with drafts over without
-    traffic: traffic.Traffic
+    traffic: Traffic
     cost: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
@@ -53,6 +57,7 @@ class Prediction:
             "tokens_per_s_per_gpu": self.per_gpu,
             "tokens_per_s_per_node": self.per_node,
             "ttft_s": self.ttft,
+            "ttft_alone_s": self.ttft_alone,
             "tpot_s": self.tpot,
             "tokens_a_step": self.tokens_a_step,
             "mtp_gain": self.mtp_gain,
@@ -94,10 +99,11 @@ def _decode(d: Deployment, work: Workload, a_second: float, c: Calibration) -> P
         per_gpu=per_gpu,
         per_node=per_gpu * d.gpu.per_node,
         ttft=None,
+        ttft_alone=None,
         tpot=tpot,
         tokens_a_step=gained,
         mtp_gain=per_gpu / plain,
-        traffic=traffic.low_latency(d.shape, d.gpus, pool.nodes, d.wire_fp8),
+        traffic=traffic_of(d.dispatch, d.shape, pool),
         cost={"output": a_second / per_gpu * _MILLION},
     )
 
@@ -118,21 +124,19 @@ def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration) -> 
     computed = max(work.input_tokens - cached, 1.0)
     step = prefill_step(d.shape, pool, d.tokens, work.input_tokens, c, cached)
     per_gpu = d.tokens / d.tp / step.seconds
-    # A prompt that finds an idle GPU: as many steps as it fills, the last one no shorter.
-    alone = prefill_step(
-        d.shape, pool, min(computed, d.tokens), work.input_tokens, c, cached
-    ).seconds
-    steps = max(computed / d.tokens, 1.0)
+    one = prefill_step(d.shape, pool, min(computed, d.tokens), work.input_tokens, c, cached)
+    steps = math.ceil(computed / d.tokens)
     read = d.shape.kv_bytes(d.kv_fp8) / CACHE_READ
     return Prediction(
         step,
         tokens_per_s=per_gpu * d.gpus,
         per_gpu=per_gpu,
         per_node=per_gpu * d.gpu.per_node,
-        ttft=steps * alone + cached * read,
+        ttft=(0.5 + steps) * step.seconds + cached * read,
+        ttft_alone=max(computed / d.tokens, 1.0) * one.seconds + cached * read,
         tpot=None,
         tokens_a_step=1.0,
         mtp_gain=1.0,
-        traffic=traffic.node_aware(d.shape, d.gpus, pool.nodes, d.wire_fp8),
+        traffic=traffic_of(d.dispatch, d.shape, pool),
         cost={"input": a_second / per_gpu * _MILLION, "cached": a_second * read * _MILLION},
     )

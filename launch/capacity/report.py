@@ -1,4 +1,4 @@
-"""Everything `moeserve plan MODEL` says of one pool, as plain data.
+"""Everything `moeserve plan MODEL` says of a pool, or of two on the same GPUs, as plain data.
 
 Knows: which parts a report has. Knows nothing of flags or screens.
 """
@@ -11,60 +11,146 @@ from typing import Any
 from launch.capacity.balance import Balance, balance
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import Concurrency, Memory, concurrency, memory
+from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
 from launch.capacity.predict import Prediction, Workload, predict
-from launch.capacity.rules import Violation, violations
+from launch.capacity.rules import WARNING, Violation, errors, violations
 from launch.capacity.times import Calibration
 
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
+ASSUMED = (
+    "Times are predicted with the mean balance of layers; that batches differ from step to step is "
+    "within the fitted constant `skew`. Attention is data-parallel. Each phase is predicted as if "
+    "its GPUs did nothing else."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that users wait at most; None: no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """prediction: with the balance of the layout on its loads. kv_bytes: of a token, BF16 and FP8,
-    MTP layers counted."""
+    """Of one pool. prediction: with the balance of the layout on its loads. kv_bytes: of a token,
+    BF16 and FP8, MTP layers counted. longest: positions that a static reservation holds."""
 
     deployment: Deployment
     work: Workload
     memory: Memory
     kv_bytes: tuple[int, int]
     concurrency: list[Concurrency]
+    longest: int
     balance: Balance
     prediction: Prediction
     violations: list[Violation]
     price: float
 
+    @property
+    def caches_of_a_node(self) -> int:
+        """GPUs, or groups of tp that hold the same sequences."""
+        return max(self.deployment.gpus_of_a_node // self.deployment.tp, 1)
+
     def as_json(self) -> dict[str, Any]:
         d = self.deployment
+        decode = d.phase == "decode"
         return {
-            "model": d.model,
-            "gpu": d.gpu.name,
-            "gpus": d.gpus,
-            "nodes": d.nodes,
-            "phase": d.phase,
-            "parameters": {"total": d.shape.total, "active": d.shape.active},
             "layout": {
                 "slots": d.slots,
                 "slots_per_gpu": d.slots_per_gpu,
+                "empty_slots": d.physical - d.slots,
                 "redundant": d.redundant,
                 "shared_expert": d.shared,
                 "tp": d.tp,
                 "dispatch": d.dispatch,
+                "wire": "fp8" if d.wire_fp8 else "model",
+                "overlap": d.overlap,
                 "balance": self.balance.as_json(),
             },
             "load": {
-                "sequences_per_gpu": d.sequences if d.phase == "decode" else None,
-                "tokens_per_step_per_gpu": d.tokens if d.phase == "prefill" else d.decode_tokens,
+                "sequences_per_gpu": d.sequences if decode else None,
+                "tokens_per_step_per_gpu": d.step_tokens,
                 "drafts": d.drafts,
-                "acceptance": d.acceptance,
-                **asdict(self.work),
+                "acceptance": d.acceptance if d.drafts else None,
+                "kv_fp8": d.kv_fp8,
             },
             "memory_per_gpu": self.memory.as_json(),
+            "needed_per_node": {
+                "host_memory_bytes": d.gpus_of_a_node * NEEDED_HOST,
+                "shared_memory_bytes": d.gpus_of_a_node * NEEDED_SHARED,
+            },
             "kv_bytes_per_token": {"bf16": self.kv_bytes[0], "fp8": self.kv_bytes[1]},
-            "concurrent_sequences_per_gpu": [asdict(c) for c in self.concurrency],
+            "longest": self.longest,
+            "concurrent_sequences": [
+                {
+                    "length": c.length,
+                    "per_gpu": _ways(c),
+                    "per_node": _ways(c.times(self.caches_of_a_node)),
+                }
+                for c in self.concurrency
+            ],
             "prediction": self.prediction.as_json(),
-            "price_per_gpu_hour": self.price,
-            "violations": [asdict(v) for v in self.violations],
+            "violations": [v.as_json() for v in self.violations],
         }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """reports: of prefill, of decode, or both, of the same model, GPUs and price."""
+
+    reports: list[Report]
+    preset: str | None = None
+
+    def of(self, phase: str) -> Report | None:
+        return next((r for r in self.reports if r.deployment.phase == phase), None)
+
+    @property
+    def errors(self) -> list[Violation]:
+        return [v for r in self.reports for v in errors(r.violations)]
+
+    def as_json(self) -> dict[str, Any]:
+        d, work = self.reports[0].deployment, self.reports[0].work
+        m = d.shape.config
+        prefill, decode = (r and r.prediction for r in map(self.of, ("prefill", "decode")))
+        return {
+            "model": d.model,
+            "preset": self.preset,
+            "gpu": d.gpu.name,
+            "gpus": d.gpus,
+            "nodes": d.nodes,
+            "parameters": {
+                "total": d.shape.total,
+                "active": d.shape.active,
+                "layers": m.num_hidden_layers,
+                "routed_experts": m.n_routed_experts,
+                "mtp_layers": m.num_mtp_layers,
+            },
+            "workload": asdict(work),
+            "price_per_gpu_hour": self.reports[0].price,
+            "prediction": {
+                "prefill_tokens_per_s_per_node": prefill and prefill.per_node,
+                "decode_tokens_per_s_per_node": decode and decode.per_node,
+                "ttft_s": prefill and prefill.ttft,
+                "tpot_s": decode and decode.tpot,
+                "mtp_gain": decode and decode.mtp_gain,
+                "cost_per_million": self.cost(),
+            },
+            "phases": {r.deployment.phase: r.as_json() for r in self.reports},
+            "violations": [
+                {"phase": r.deployment.phase} | v.as_json()
+                for r in self.reports
+                for v in r.violations
+            ],
+            "assumed": ASSUMED,
+        }
+
+    def cost(self) -> dict[str, float | None]:
+        """Dollars of a million input, cached and output tokens; None where the phase is not
+        planned."""
+        found = {kind: cost for r in self.reports for kind, cost in r.prediction.cost.items()}
+        return {kind: found.get(kind) for kind in ("input", "cached", "output")}
 
 
 def report(
@@ -74,24 +160,62 @@ def report(
     spread: Balance | None = None,
     price: float | None = None,
     longest: int | None = None,
-    shared_memory: float | None = None,
+    node: Node | None = None,
+    limits: Limits | None = None,
     calibration: Calibration | None = None,
 ) -> Report:
-    """spread: of the layout on the operator's loads; None: on typical ones. longest: positions that
-    a static reservation holds; None: the model's."""
+    """spread: of the layout on the operator's loads; None: on typical ones. longest: None: as many
+    positions as the model has."""
     spread = spread or balance(d)
     d = replace(d, balance=spread.mean)
     mtp = d.shape.config.num_mtp_layers
     longest = longest or d.shape.config.max_position_embeddings
     lengths = sorted({*(x for x in LENGTHS if x <= longest), longest})
+    prediction = predict(d, work, price, calibration)
+    found = violations(d, _held(d, work), node)
     return Report(
         deployment=d,
         work=work,
         memory=memory(d),
         kv_bytes=(d.shape.kv_bytes(False, mtp), d.shape.kv_bytes(True, mtp)),
         concurrency=[concurrency(d, length, longest) for length in lengths],
+        longest=longest,
         balance=spread,
-        prediction=predict(d, work, price, calibration),
-        violations=violations(d, work.context, shared_memory),
+        prediction=prediction,
+        violations=found + _waits(prediction, limits or Limits()) + _lengths(d, work, longest),
         price=d.gpu.price if price is None else price,
     )
+
+
+def _held(d: Deployment, work: Workload) -> float:
+    """Mean positions that a sequence keeps in the cache."""
+    return work.context if d.phase == "decode" else float(work.input_tokens)
+
+
+def _waits(p: Prediction, limits: Limits) -> list[Violation]:
+    found = []
+    for name, has, limit in (("TTFT", p.ttft, limits.ttft), ("TPOT", p.tpot, limits.tpot)):
+        if has is not None and limit is not None and has > limit:
+            text = f"{name} of {1e3 * has:.1f} ms: at most {1e3 * limit:g} ms were asked for"
+            found.append(Violation(f"{name} limit", text))
+    return found
+
+
+def _lengths(d: Deployment, work: Workload, longest: int) -> list[Violation]:
+    most = d.shape.config.max_position_embeddings
+    found = []
+    if work.input_tokens + work.output_tokens > most:
+        found.append(
+            Violation(
+                "positions of the model",
+                f"{work.input_tokens} + {work.output_tokens} tokens: it has {most} positions",
+            )
+        )
+    if longest > most:
+        text = f"--longest={longest}: no sequence is longer than the model's {most} positions"
+        found.append(Violation("positions of the model", text, severity=WARNING))
+    return found
+
+
+def _ways(c: Concurrency) -> dict[str, int]:
+    return {"reserved": c.reserved, "paged": c.paged, "paged_fp8": c.paged_fp8}

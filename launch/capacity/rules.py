@@ -1,64 +1,124 @@
 """What a deployment breaks, all of it at once, each with the nearest valid values.
 
 Knows: divisibility, limits of the ways to dispatch, memory of GPUs and nodes. Knows nothing of
-time. A rule is a function from a deployment to what it finds wrong.
+time. A rule is a function from a deployment to what it finds wrong. Limits of a way to dispatch are
+asked of its own file, which asks the same before it is opened.
+
+Shape letters: M tokens that a GPU dispatches at most, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dispatch import deepep
+from dispatch import deepep, deepep_v2_limits, nvshmem_sizes
+from dispatch.deepep_v2 import ALIGNMENT
 from ep.planning.shapes import near_divisors, near_multiples
 from launch.capacity.deployment import Deployment
-from launch.capacity.memory import memory, sequences_that_fit
+from launch.capacity.memory import dispatch_config, group_of, memory, sequences_that_fit
+from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
 
 BLOCK = 128  # of FP8 scales
-STAGING = 16e9  # host memory of a rank: pinned buffers, the process, pages of the file being read
-SHARED_MEMORY = 1e9  # /dev/shm of a rank: NCCL within a node, queues between its processes
+ERROR, WARNING = "error", "warning"
+# What `--dispatch auto` takes, the first that no rule forbids: as `serve --dispatch auto` does.
+ORDER = {
+    "prefill": ("deepep_v2", "deepep_normal", "torch"),
+    "decode": ("deepep_ll", "deepep_v2", "nvshmem", "torch"),
+}
+_MOST_SEQUENCES = 4096  # on a GPU, that `largest_batch` tries
 
 
 @dataclass(frozen=True)
 class Violation:
-    """rule: its short name; text: value, what would be valid."""
+    """rule: its short name. text: value, what would be valid. nearest: the same as data, by field
+    of the deployment. severity: a warning runs, but not as well as it could, or not here."""
 
     rule: str
     text: str
+    nearest: tuple[tuple[str, int], ...] = ()
+    severity: str = ERROR
+
+    def as_json(self) -> dict[str, Any]:
+        near: dict[str, list[int]] = {}
+        for field, value in self.nearest:
+            near.setdefault(field, []).append(value)
+        return {"rule": self.rule, "severity": self.severity, "text": self.text, "nearest": near}
 
 
-def violations(d: Deployment, length: float, shared_memory: float | None = None) -> list[Violation]:
-    """length: mean positions of a sequence. shared_memory: of a node, /dev/shm, if it is known."""
-    found = [*_layout(d), *_attention(d), *_dispatch(d), *_memory(d, length)]
-    return found + list(_host(d, shared_memory))
+def violations(d: Deployment, length: float, node: Node | None = None) -> list[Violation]:
+    """length: mean positions of a sequence. node: what one has, where that is known."""
+    found = [*_layout(d), *_attention(d), *_drafts(d), *_dispatch(d)]
+    if all(v.rule != "tokens of a step" for v in found):
+        found += _memory(d, length)
+    return found + list(_host(d, node or Node()))
+
+
+def errors(found: list[Violation]) -> list[Violation]:
+    return [v for v in found if v.severity == ERROR]
+
+
+def choose_dispatch(d: Deployment) -> Deployment:
+    """With the way to dispatch that `auto` takes."""
+    if d.gpus == 1:
+        return replace(d, dispatch="local")
+    ways = (replace(d, dispatch=name) for name in ORDER[d.phase])
+    return next(way for way in ways if not errors(list(_dispatch(way))))
+
+
+def largest_batch(d: Deployment, length: float) -> int:
+    """Sequences a GPU that memory and the limits of its way to dispatch allow; 0: none."""
+
+    def fits(sequences: int) -> bool:
+        asked = replace(d, sequences=sequences)
+        return sequences_that_fit(asked, length) >= sequences
+
+    low, high = 0, _MOST_SEQUENCES
+    if d.dispatch == "deepep_ll" and d.gpus > 1:
+        hidden = d.shape.config.hidden_size
+        high = deepep.ll_largest_tokens(d.gpus, hidden, d.physical, None) // (1 + d.drafts)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    while low > 0 and errors(list(_dispatch(replace(d, sequences=low)))):
+        if errors(list(_dispatch(replace(d, sequences=1)))) and low > 8:
+            return low  # it is not the batch that is refused
+        low -= 1
+    return low
 
 
 def _layout(d: Deployment) -> Iterator[Violation]:
     m = d.shape.config
-    if d.slots % d.gpus:
-        low = d.slots // d.gpus * d.gpus - m.n_routed_experts
-        near = [str(r) for r in (low, low + d.gpus) if r >= 0]
+    if d.step_tokens < 1:
+        name = "sequences" if d.phase == "decode" else "tokens"
+        yield Violation("tokens of a step", f"{name}={getattr(d, name)}: at least 1", ((name, 1),))
+    if d.hosted == 0 and d.shared == "hosted":
         yield Violation(
-            "slots divide",
-            f"{d.slots} slots ({m.n_routed_experts} experts + {d.redundant} redundant) over "
-            f"{d.gpus} GPUs: some GPUs would have an empty slot; redundant: {' or '.join(near)}",
-        )
-    least = m.n_routed_experts + (m.n_shared_experts if d.shared == "hosted" else 0)
-    if d.slots < least:
-        yield Violation(
-            "every expert has a slot",
-            f"{d.slots} slots for {least} experts; redundant: {least - m.n_routed_experts} or more",
+            "a shared expert", "the model has no shared expert that slots could host: replicated"
         )
     if d.gpus > d.slots:
+        more = d.gpus - m.n_routed_experts - d.hosted
         yield Violation(
             "every GPU has an expert",
-            f"{d.gpus} GPUs for {d.slots} slots: at most {d.slots} GPUs, or redundant: "
-            f"{d.gpus - m.n_routed_experts}",
+            f"{d.gpus} GPUs for {d.slots} slots: at most {d.slots} GPUs, or redundant: {more}",
+            (("gpus", d.slots), ("redundant", more)),
+        )
+    elif empty := d.physical - d.slots:
+        near = [r for r in (d.redundant + empty - d.gpus, d.redundant + empty) if r >= 0]
+        yield Violation(
+            "slots divide",
+            f"{d.slots} slots ({m.n_routed_experts + d.hosted} experts + {d.redundant} redundant) "
+            f"over {d.gpus} GPUs: {d.slots_per_gpu} each, so {empty} stay empty; "
+            f"redundant: {' or '.join(map(str, near))} would leave none",
+            tuple(("redundant", r) for r in near),
+            WARNING,
         )
     if d.gpus > d.gpu.per_node and d.gpus % d.gpu.per_node:
         yield Violation(
             "whole nodes",
             f"{d.gpus} GPUs with {d.gpu.per_node} a node: {near_multiples(d.gpus, d.gpu.per_node)}",
+            _near("gpus", d.gpus, d.gpu.per_node),
         )
 
 
@@ -66,101 +126,202 @@ def _attention(d: Deployment) -> Iterator[Violation]:
     m = d.shape.config
     if d.tp == 1:
         return
-    if m.num_attention_heads % d.tp:
-        near = near_divisors(m.num_attention_heads, d.tp)
-        yield Violation("heads divide", f"{m.num_attention_heads} heads over tp={d.tp}: {near}")
+    yield Violation(
+        "data-parallel attention",
+        f"tp={d.tp}: moeserve runs attention data-parallel (tp: 1); this plans another engine",
+        (("tp", 1),),
+        WARNING,
+    )
+    heads = m.num_attention_heads
+    if heads % d.tp:
+        near = near_divisors(heads, d.tp)
+        yield Violation(
+            "heads divide", f"{heads} heads over tp={d.tp}: {near}", _numbers("tp", near)
+        )
     if d.gpus % d.tp:
         near = near_divisors(d.gpus, d.tp)
-        yield Violation("GPUs divide", f"{d.gpus} GPUs in groups of tp={d.tp}: {near}")
+        yield Violation(
+            "GPUs divide", f"{d.gpus} GPUs in groups of tp={d.tp}: {near}", _numbers("tp", near)
+        )
     if d.tp > d.gpu.domain:
-        yield Violation("one NVLink domain", f"tp={d.tp}: at most {d.gpu.domain} share NVLink")
+        yield Violation(
+            "one NVLink domain",
+            f"tp={d.tp}: at most {d.gpu.domain} share NVLink",
+            (("tp", d.gpu.domain),),
+        )
     if m.quantization is None:
         return
     sharded = {
-        "heads x value dim (o_proj)": m.num_attention_heads * m.v_head_dim,
-        "heads x query dim (q_b_proj)": m.num_attention_heads * m.qk_head_dim,
+        "heads x value dim (o_proj)": heads * m.v_head_dim,
+        "heads x query dim (q_b_proj)": heads * m.qk_head_dim,
         "intermediate_size (dense layers)": m.intermediate_size,
         "shared expert's width": m.moe_intermediate_size * m.n_shared_experts,
     }
     for name, width in sharded.items():
         if width % (d.tp * BLOCK):
             fits = [t for t in range(1, d.gpu.domain + 1) if width % (t * BLOCK) == 0]
+            around = [t for t in fits if t <= d.tp][-1:] + [t for t in fits if t > d.tp][:1]
+            said = f"tp: {', '.join(map(str, fits))}" if fits else "no tp would do"
             yield Violation(
                 "FP8 blocks",
-                f"{name}: {width} over tp={d.tp} cuts blocks of {BLOCK}; tp: "
-                f"{', '.join(map(str, fits))}",
+                f"{name}: {width} over tp={d.tp} cuts blocks of {BLOCK}; {said}",
+                tuple(("tp", t) for t in around),
             )
 
 
+def _drafts(d: Deployment) -> Iterator[Violation]:
+    if d.phase == "decode" and d.drafts and not d.shape.config.num_mtp_layers:
+        yield Violation(
+            "MTP layers",
+            f"drafts={d.drafts}: the model has no MTP layer (num_nextn_predict_layers); drafts: 0",
+            (("drafts", 0),),
+        )
+
+
 def _dispatch(d: Deployment) -> Iterator[Violation]:
-    if d.gpus == 1:
+    """What each way to dispatch says of numbers; machines and packages are `moeserve doctor`'s."""
+    if d.gpus == 1 or d.step_tokens < 1 or d.dispatch in ("torch", "allgather"):
         return
-    hidden = d.shape.config.hidden_size
-    tokens = d.decode_tokens if d.phase == "decode" else d.tokens
+    if d.dispatch == "local":
+        yield Violation("local", f"{d.gpus} GPUs: for one GPU alone", (("gpus", 1),))
+        return
+    m = d.shape.config
+    common: dict[str, Any] = {
+        "num_ranks": d.gpus,
+        "hidden": m.hidden_size,
+        "top_k": d.picks,
+        "num_experts": d.physical,
+        "max_tokens": d.step_tokens,
+    }
     if d.dispatch == "deepep_ll":
-        for text in deepep.ll_problems(
-            num_ranks=d.gpus,
-            hidden=hidden,
-            top_k=d.picks,
-            num_experts=d.slots,
-            max_tokens=tokens,
-            qp_depth=None,
-        ):
-            drafts = f" ({d.sequences} sequences x {1 + d.drafts})" if d.drafts else ""
-            yield Violation("deepep_ll", f"{text}{drafts}")
-    elif d.dispatch == "deepep_normal":
-        if d.gpus not in deepep.NORMAL_RANKS:
-            near = sorted(sorted(deepep.NORMAL_RANKS, key=lambda r: abs(r - d.gpus))[:2])
-            text = f"{d.gpus} ranks: nearest valid {' or '.join(map(str, near))}"
-            yield Violation("deepep_normal", text)
-        if d.picks > deepep.NORMAL_MAX_TOP_K:
-            yield Violation("deepep_normal", f"{d.picks} picks: at most {deepep.NORMAL_MAX_TOP_K}")
-    elif d.dispatch == "nvshmem" and d.gpus > 32:
-        yield Violation("nvshmem", f"{d.gpus} ranks: at most 32")
+        said, near = deepep.ll_problems(**common, qp_depth=None), _ll_batch(d)
+    elif d.dispatch == "deepep_v2":
+        said = deepep_v2_limits.problems(
+            deepep_v2_limits.ELASTIC,
+            **common,
+            num_nodes=group_of(d).num_nodes,
+            alignment=ALIGNMENT,
+            fp8=d.wire_fp8,
+        )
+        near = ()
+    elif d.dispatch == "nvshmem":
+        said = nvshmem_sizes.limit_problems(dispatch_config(d), d.gpus)
+        near = (("gpus", nvshmem_sizes.MAX_RANKS),) if d.gpus > nvshmem_sizes.MAX_RANKS else ()
+    else:
+        said, near = _normal(d)
+    for text in said:
+        if text.startswith("decode needs"):
+            text += f": {d.sequences} x (1 + {d.drafts}) = {d.decode_tokens}"
+        yield Violation(d.dispatch, text, near)
+
+
+def _ll_batch(d: Deployment) -> tuple[tuple[str, int], ...]:
+    """The largest batch that low-latency kernels take, if it is the batch that is too large."""
+    most = deepep.ll_largest_tokens(d.gpus, d.shape.config.hidden_size, d.physical, None)
+    if d.phase != "decode":
+        return (("tokens", most),) if d.tokens > most else ()
+    step = deepep.ll_token_step(d.gpus)
+    valid = [s for s in range(1, most // (1 + d.drafts) + 1) if s * (1 + d.drafts) % step == 0]
+    below = [s for s in valid if s <= d.sequences]
+    return (("sequences", below[-1]),) if below and below[-1] != d.sequences else ()
+
+
+def _normal(d: Deployment) -> tuple[list[str], tuple[tuple[str, int], ...]]:
+    said: list[str] = []
+    near: tuple[tuple[str, int], ...] = ()
+    if d.gpus not in deepep.NORMAL_RANKS:
+        closest = sorted(sorted(deepep.NORMAL_RANKS, key=lambda r: abs(r - d.gpus))[:2])
+        near = tuple(("gpus", r) for r in closest)
+        said.append(f"{d.gpus} ranks: nearest valid {' or '.join(map(str, closest))}")
+    if d.picks > deepep.NORMAL_MAX_TOP_K:
+        said.append(f"top_k={d.picks}: at most {deepep.NORMAL_MAX_TOP_K}")
+    step = 256 if d.gpus > d.gpu.per_node else 16 if d.wire_fp8 else 8
+    hidden = d.shape.config.hidden_size
+    if hidden % step:
+        said.append(
+            f"hidden_size={hidden}: a multiple of {step}, such as {near_multiples(hidden, step)}"
+        )
+    if d.slots_per_gpu > deepep.NORMAL_MAX_LOCAL_EXPERTS:
+        said.append(f"{d.slots_per_gpu} experts a rank: at most {deepep.NORMAL_MAX_LOCAL_EXPERTS}")
+    return said, near
 
 
 def _memory(d: Deployment, length: float) -> Iterator[Violation]:
     held = memory(d)
     if held.kv <= 0:
         more = _gpus_that_hold(d)
-        remedy = f"; {more} GPUs would hold it" if more else "; no number of GPUs would"
+        remedy = f"; {more} GPUs would hold it" if more else ""
+        fewer = _step_that_holds(d)
+        name = "sequences" if d.phase == "decode" else "tokens"
+        if fewer:
+            remedy += f"; {name}: {fewer}"
         yield Violation(
             "GPU memory",
-            f"{held.used / 1e9:.1f} of {held.total / 1e9:.0f} GB are used before any cache{remedy}",
+            f"{held.used / 1e9:.1f} of {held.total / 1e9:.0f} GB are used before any cache"
+            + (remedy or "; neither more GPUs nor smaller steps would hold it"),
+            ((("gpus", more),) if more else ()) + (((name, fewer),) if fewer else ()),
         )
-    elif d.phase == "decode" and (fit := sequences_that_fit(d, length)) < d.sequences:
+        return
+    fit = sequences_that_fit(d, length)
+    if d.phase == "decode" and fit < d.sequences:
+        most = largest_batch(d, length)
+        fp8 = "" if d.kv_fp8 else f", or {largest_batch(replace(d, kv_fp8=True), length)} in FP8"
         yield Violation(
             "KV cache",
             f"{d.sequences} sequences of {length:.0f} positions do not fit into "
-            f"{held.kv / 1e9:.1f} GB: at most {fit}"
-            + ("" if d.kv_fp8 else f", or {_fp8_fit(d, length)} with an FP8 cache"),
+            f"{held.kv / 1e9:.1f} GB: at most {most}{fp8}",
+            (("sequences", most),) if most else (),
+        )
+    if d.phase == "prefill" and fit < 1:
+        yield Violation(
+            "KV cache",
+            f"a prompt of {length:.0f} positions does not fit into {held.kv / 1e9:.1f} GB"
+            + ("" if d.kv_fp8 else "; an FP8 cache takes 0.57 as much"),
         )
 
 
-def _host(d: Deployment, shared_memory: float | None) -> Iterator[Violation]:
-    here = min(d.gpus, d.gpu.per_node)
-    if here * STAGING > d.gpu.host_memory:
+def _host(d: Deployment, node: Node) -> Iterator[Violation]:
+    here = d.gpus_of_a_node
+    host = d.gpu.host_memory if node.host_memory is None else node.host_memory
+    if here * NEEDED_HOST > host:
         yield Violation(
             "host memory",
-            f"{here} ranks need {here * STAGING / 1e9:.0f} GB of a node's "
-            f"{d.gpu.host_memory / 1e9:.0f}: at most {int(d.gpu.host_memory // STAGING)} ranks",
+            f"{here} ranks need {here * NEEDED_HOST / 1e9:.0f} GB of a node's {host / 1e9:.4g}: "
+            f"at most {int(host // NEEDED_HOST)} ranks a node",
         )
-    if shared_memory is not None and here * SHARED_MEMORY > shared_memory:
+    if node.shared_memory is not None and here * NEEDED_SHARED > node.shared_memory:
         yield Violation(
             "shared memory",
-            f"/dev/shm has {shared_memory / 1e9:.1f} GB for {here} ranks: needs "
-            f"{here * SHARED_MEMORY / 1e9:.0f} GB",
+            f"/dev/shm has {node.shared_memory / 1e9:.4g} GB for {here} ranks: needs "
+            f"{here * NEEDED_SHARED / 1e9:.0f} GB, or at most "
+            f"{int(node.shared_memory // NEEDED_SHARED)} ranks a node",
         )
 
 
 def _gpus_that_hold(d: Deployment) -> int | None:
     """The fewest, in steps of whole nodes, that the same layout would fit on."""
-    slots = d.slots
-    for gpus in range(d.gpu.per_node, slots + 1, d.gpu.per_node):
+    for gpus in range(d.gpu.per_node, d.slots + 1, d.gpu.per_node):
         if gpus > d.gpus and memory(replace(d, gpus=gpus)).kv > 0:
             return gpus
     return None
 
 
-def _fp8_fit(d: Deployment, length: float) -> int:
-    return sequences_that_fit(replace(d, kv_fp8=True), length)
+def _step_that_holds(d: Deployment) -> int | None:
+    """The largest step, halved and halved again, that the same GPUs would hold."""
+    name = "sequences" if d.phase == "decode" else "tokens"
+    size: int = getattr(d, name) // 2
+    while size >= 1:
+        smaller: Any = {name: size}
+        if memory(replace(d, **smaller)).kv > 0:
+            return size
+        size //= 2
+    return None
+
+
+def _near(field: str, value: int, of: int) -> tuple[tuple[str, int], ...]:
+    return _numbers(field, near_multiples(value, of))
+
+
+def _numbers(field: str, text: str) -> tuple[tuple[str, int], ...]:
+    """'2 or 4' as data."""
+    return tuple((field, int(number)) for number in text.split(" or "))

@@ -9,27 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from launch.capacity.balance import FloatArray, balance
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import sequences_that_fit
 from launch.capacity.predict import Prediction, Workload, predict
-from launch.capacity.rules import violations
+from launch.capacity.report import Limits
+from launch.capacity.rules import ORDER, errors, violations
 from launch.capacity.times import Calibration
 
-SEQUENCES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-STEP_TOKENS = (2048, 4096, 8192, 16384, 32768)
+GPUS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384, 512)
+SEQUENCES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+STEP_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DRAFTS = (0, 1, 2, 3)
-SPARE = (0.0, 0.125, 0.25, 0.5, 1.0)  # redundant slots as a share of the experts
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds; None: no limit. gpus: most that a pool may have."""
-
-    ttft: float | None
-    tpot: float | None
-    gpus: int
+SPARE = (0.0, 0.125, 0.5, 1.0)  # redundant slots as a share of the experts, at least
 
 
 @dataclass(frozen=True)
@@ -50,6 +44,8 @@ class Candidate:
             "gpus": d.gpus,
             "redundant": d.redundant,
             "slots_per_gpu": d.slots_per_gpu,
+            "shared_expert": d.shared,
+            "balance": d.balance,
             "dispatch": d.dispatch,
             "sequences": d.sequences if d.phase == "decode" else None,
             "tokens": d.tokens if d.phase == "prefill" else None,
@@ -84,20 +80,40 @@ class Ratio:
 
 
 def search(
-    base: Deployment, work: Workload, limits: Limits, price: float | None, c: Calibration
+    base: Deployment,
+    work: Workload,
+    limits: Limits,
+    most_gpus: int,
+    price: float | None = None,
+    loads: FloatArray | None = None,
+    calibration: Calibration | None = None,
 ) -> Found:
-    """Of the phase of base, whose model, GPU, cache format and acceptance are kept."""
-    tries = list(_decodes(base, limits) if base.phase == "decode" else _prefills(base, limits))
+    """Of the phase of base, whose model, GPU, formats and acceptance are kept. most_gpus: of a
+    pool. loads: as for `balance`, which prices redundancy."""
+    c = calibration or Calibration()
     limit = limits.tpot if base.phase == "decode" else limits.ttft
-    allowed = []
-    for d in tries:
-        if base.phase == "decode" and sequences_that_fit(d, work.context) < d.sequences:
-            continue
-        if not violations(d, work.context):
-            allowed.append(Candidate(d, predict(d, work, price, c)))
+    length = work.context if base.phase == "decode" else float(work.input_tokens)
+    tried, allowed = 0, []
+    for pool in _pools(base, most_gpus, loads):
+        steps = list(_decodes(pool) if base.phase == "decode" else _prefills(pool))
+        tried += len(steps)
+        for d in steps:
+            way = _way(d, length)
+            if way is not None:
+                allowed.append(Candidate(way, predict(way, work, price, c)))
     kept = [x for x in allowed if limit is None or x.latency <= limit]
     best = max(kept, key=lambda x: (x.prediction.per_gpu, -x.deployment.gpus), default=None)
-    return Found(base.phase, len(tries), allowed, pareto(allowed), best)
+    return Found(base.phase, tried, allowed, pareto(allowed), best)
+
+
+def _way(d: Deployment, length: float) -> Deployment | None:
+    """By the first way to dispatch that breaks no rule; None: there is none."""
+    for name in ("local",) if d.gpus == 1 else ORDER[d.phase][:2]:
+        way = replace(d, dispatch=name)
+        fits = d.phase == "prefill" or sequences_that_fit(way, length) >= d.sequences
+        if fits and not errors(violations(way, length)):  # the first is quicker to ask
+            return way
+    return None
 
 
 def pareto(candidates: list[Candidate]) -> list[Candidate]:
@@ -131,35 +147,36 @@ def ratio(prefill: Candidate, decode: Candidate, work: Workload, most: int = 64)
     return Ratio(p, d, gpus, min(p * ready, d * done))
 
 
-def _pools(base: Deployment, limits: Limits) -> Iterator[Deployment]:
-    """Numbers of GPUs and redundant slots that divide."""
-    experts = base.shape.config.n_routed_experts
+def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[Deployment]:
+    """Numbers of GPUs, redundant slots that leave none empty, both homes of the shared expert."""
+    m = base.shape.config
+    homes: tuple[tuple[Literal["replicated", "hosted"], int], ...] = (("replicated", 0),)
+    if m.n_shared_experts:
+        homes += (("hosted", m.n_shared_experts),)
     node = base.gpu.per_node
-    for gpus in range(node, min(limits.gpus, 2 * experts) + 1, node):
+    counts = {n for n in (1, 2, 4, *GPUS) if n <= most and (n <= node or n % node == 0)} | {most}
+    for gpus in sorted(n for n in counts if n <= 2 * m.n_routed_experts):
         seen = set()
-        for share in SPARE:
-            slots = math.ceil(experts * (1 + share) / gpus) * gpus
-            if slots <= 2 * experts and slots not in seen:
-                seen.add(slots)
-                yield replace(base, gpus=gpus, redundant=slots - experts)
+        for home, hosted in homes:
+            experts = m.n_routed_experts + hosted
+            for share in SPARE:
+                slots = math.ceil(m.n_routed_experts * (1 + share) / gpus) * gpus
+                slots = max(slots, -(-experts // gpus) * gpus)
+                if (slots, home) not in seen and (slots <= 2 * experts or share == 0):
+                    seen.add((slots, home))
+                    pool = replace(base, gpus=gpus, redundant=slots - experts, shared=home)
+                    yield replace(pool, balance=balance(pool, loads).mean)
 
 
-def _decodes(base: Deployment, limits: Limits) -> Iterator[Deployment]:
-    for pool in _pools(base, limits):
-        for sequences in SEQUENCES:
-            for drafts in DRAFTS if base.shape.config.num_mtp_layers else (0,):
-                for overlap in (False, True):
-                    yield replace(
-                        pool,
-                        sequences=sequences,
-                        drafts=drafts,
-                        overlap=overlap,
-                        dispatch="deepep_ll",
-                    )
-
-
-def _prefills(base: Deployment, limits: Limits) -> Iterator[Deployment]:
-    for pool in _pools(base, limits):
-        for tokens in STEP_TOKENS:
+def _decodes(pool: Deployment) -> Iterator[Deployment]:
+    drafts = DRAFTS if pool.shape.config.num_mtp_layers else (0,)
+    for sequences in SEQUENCES:
+        for n in drafts:
             for overlap in (False, True):
-                yield replace(pool, tokens=tokens, overlap=overlap, dispatch="deepep_normal")
+                yield replace(pool, sequences=sequences, drafts=n, overlap=overlap)
+
+
+def _prefills(pool: Deployment) -> Iterator[Deployment]:
+    for tokens in STEP_TOKENS:
+        for overlap in (False, True):
+            yield replace(pool, tokens=tokens, overlap=overlap)

@@ -16,7 +16,9 @@ Shape letters: T tokens in a step of a GPU (of `tp` GPUs, where they share atten
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
+from dispatch.deepep_v2_limits import is_relayed
 from launch.capacity import traffic
 from launch.capacity.hardware import Gpu
 from launch.capacity.shape import ModelShape
@@ -55,7 +57,9 @@ class Calibration:
 class Pool:
     """GPUs that run one phase of one model. ep: GPUs over which experts are sharded; tp: GPUs that
     share the attention of one group of sequences, whose latents each of them holds. balance:
-    busiest GPU over mean, of expert tokens. young: kernels of that chip were new."""
+    busiest GPU over mean, of expert tokens. hosted: pieces of the shared expert that lie in slots,
+    as picks of every token; 0: each GPU computes it for its own. dispatch: the way rows take; None:
+    deepep_ll in decode, deepep_normal in prefill. young: kernels of that chip were new."""
 
     gpu: Gpu
     ep: int
@@ -66,6 +70,8 @@ class Pool:
     kv_fp8: bool = False
     wire_fp8: bool = True
     young: bool = False
+    hosted: int = 0
+    dispatch: str | None = None
 
     @property
     def nodes(self) -> int:
@@ -115,7 +121,8 @@ def decode_step(
     comm = exposed = 0.0
     if pool.ep > 1:
         mine = tokens / pool.tp / halves
-        exposed = comm = halves * c.skew * sum(low_latency_seconds(shape, pool, mine, c))
+        way = pool.dispatch or "deepep_ll"
+        exposed = comm = halves * c.skew * sum(dispatch_seconds(way, shape, pool, mine, c))
     if halves == 2:
         exposed = max(comm * (1 - c.hidden), comm - 2 * part.work)
     return _join(shape, pool, part, halves, comm, exposed, tokens, tokens, c)
@@ -127,7 +134,8 @@ def prefill_step(
     """tokens: prompt tokens of a GPU in a step, of prompts of `length`, of which `cached` positions
     came from the cache and are attended to without being computed."""
     across = pool.nodes > 1
-    comm = sum(normal_seconds(shape, pool, tokens / pool.tp, c)) if pool.ep > 1 else 0.0
+    way = pool.dispatch or "deepep_normal"
+    comm = sum(dispatch_seconds(way, shape, pool, tokens / pool.tp, c)) if pool.ep > 1 else 0.0
     part = _prefill_parts(shape, pool, tokens, (length + cached) / 2, c)
     exposed = comm
     if pool.overlap and comm:
@@ -183,8 +191,8 @@ def _decode_parts(
         tokens / pool.tp * shape.core_flops(context, True) / (gpu.bf16 * c.decode_core),
         tokens * context * kv / (gpu.hbm * c.memory),
     )
-    slots = (model.n_routed_experts + pool.redundant) / pool.ep
-    pairs = tokens / pool.tp * model.num_experts_per_tok * pool.balance
+    slots = (model.n_routed_experts + pool.hosted + pool.redundant) / pool.ep
+    pairs = tokens / pool.tp * (model.num_experts_per_tok + pool.hosted) * pool.balance
     touched = slots * (1 - (1 - 1 / slots) ** pairs) if slots > 1 else min(slots, 1.0)
     experts = c.expert_launch + max(
         touched * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
@@ -193,7 +201,7 @@ def _decode_parts(
     plain = shape.attention - shape.up
     projections = _product(gpu, tokens, plain / pool.tp, shape.weight_bytes, True, c)
     projections += _product(gpu, tokens, shape.up / pool.tp, 2.0, False, c)
-    shared = _product(gpu, tokens / pool.tp, shape.shared, shape.weight_bytes, True, c)
+    shared = _shared(shape, pool, tokens, c)
     return _Parts(projections, core, experts, shared, _rest(shape, pool, tokens, c))
 
 
@@ -202,45 +210,54 @@ def _prefill_parts(
 ) -> _Parts:
     gpu, model = pool.gpu, shape.config
     core = tokens * shape.core_flops(attended, False) / (gpu.bf16 * c.prefill_core)
-    pairs = tokens / pool.tp * model.num_experts_per_tok * pool.balance
-    slots = (model.n_routed_experts + pool.redundant) / pool.ep
+    pairs = tokens / pool.tp * (model.num_experts_per_tok + pool.hosted) * pool.balance
+    slots = (model.n_routed_experts + pool.hosted + pool.redundant) / pool.ep
     experts = c.expert_launch + max(
         slots * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
         2 * pairs * shape.expert / (gpu.fp8 * _share(gpu, c, c.grouped) * _fp8(shape)),
     )
     projections = _product(gpu, tokens, shape.attention / pool.tp, shape.weight_bytes, True, c)
-    shared = _product(gpu, tokens / pool.tp, shape.shared, shape.weight_bytes, True, c)
+    shared = _shared(shape, pool, tokens, c)
     return _Parts(projections, core / pool.tp, experts, shared, _rest(shape, pool, tokens, c))
 
 
-def low_latency_seconds(
-    shape: ModelShape, pool: Pool, tokens: float, c: Calibration
+def dispatch_seconds(
+    way: str, shape: ModelShape, pool: Pool, tokens: float, c: Calibration
 ) -> tuple[float, float]:
-    """Dispatch, combine of one layer by low-latency kernels: one row a pick. The busiest GPU
-    receives, and sends back, `balance` times the mean."""
-    sent = traffic.low_latency(shape, pool.ep, pool.nodes, pool.wire_fp8)
-    floor = c.floor_across if pool.nodes > 1 else c.floor_within
+    """Dispatch, combine of one layer. The busiest GPU receives, and sends back, `balance` times the
+    mean. Floors and shares of deepep_ll and deepep_normal are measured; the rest is by analogy:
+    deepep_v2 as deepep_normal, nvshmem and torch with the shares of normal kernels and two floors
+    (they exchange counts through the host first), allgather with one (there are none)."""
+    sent = traffic_of(way, shape, pool)
+    if way == "deepep_ll":
+        floor = c.floor_across if pool.nodes > 1 else c.floor_within
+    else:
+        floor = c.normal_floor * (2 if way in ("nvshmem", "torch") else 1)
+    balance = 1.0 if way == "allgather" else pool.balance
     pairs = (
         (sent.dispatch_within, sent.dispatch_across),
         (sent.combine_within, sent.combine_across),
     )
-    there, back = (floor + tokens * pool.balance * _wire(pool.gpu, *pair, c) for pair in pairs)
+    there, back = (floor + tokens * balance * _wire(pool.gpu, *pair, c) for pair in pairs)
     return there, back
 
 
-def normal_seconds(
-    shape: ModelShape, pool: Pool, tokens: float, c: Calibration
-) -> tuple[float, float]:
-    """Dispatch, combine of one layer by normal kernels: one row a node, forwarded within it."""
-    sent = traffic.node_aware(shape, pool.ep, pool.nodes, pool.wire_fp8)
-    pairs = (
-        (sent.dispatch_within, sent.dispatch_across),
-        (sent.combine_within, sent.combine_across),
-    )
-    there, back = (
-        c.normal_floor + tokens * pool.balance * _wire(pool.gpu, *pair, c) for pair in pairs
-    )
-    return there, back
+def traffic_of(way: str, shape: ModelShape, pool: Pool) -> traffic.Traffic:
+    """Bytes of one token in one MoE layer by that way to dispatch."""
+    return _traffic(way, shape, pool.ep, pool.nodes, pool.wire_fp8, pool.hosted)
+
+
+@lru_cache(maxsize=512)
+def _traffic(
+    way: str, shape: ModelShape, ranks: int, nodes: int, fp8: bool, hosted: int
+) -> traffic.Traffic:
+    if way == "allgather":
+        return traffic.to_everybody(shape, ranks, nodes, fp8)
+    if way in ("deepep_ll", "nvshmem"):
+        return traffic.low_latency(shape, ranks, nodes, fp8, hosted)
+    if way == "torch" or (way == "deepep_v2" and nodes > 1 and not is_relayed(nodes)):
+        return traffic.once_a_rank(shape, ranks, nodes, fp8, hosted)
+    return traffic.node_aware(shape, ranks, nodes, fp8, hosted)
 
 
 def _wire(gpu: Gpu, within: float, across: float, c: Calibration) -> float:
@@ -261,6 +278,13 @@ def _product(
 def _share(gpu: Gpu, c: Calibration, ceiling: float) -> float:
     """Of the peak: a chip with many FLOPs for each byte waits for operands."""
     return 1 / (1 / ceiling + gpu.fp8 / gpu.hbm / c.intensity)
+
+
+def _shared(shape: ModelShape, pool: Pool, tokens: float, c: Calibration) -> float:
+    """The shared expert of a GPU's own tokens; nothing where it lies in slots or there is none."""
+    if pool.hosted or not shape.shared:
+        return 0.0
+    return _product(pool.gpu, tokens / pool.tp, shape.shared, shape.weight_bytes, True, c)
 
 
 def _rest(shape: ModelShape, pool: Pool, tokens: float, c: Calibration) -> float:

@@ -64,24 +64,51 @@ class Traffic:
         return self.dispatch_within + self.combine_within
 
 
-def low_latency(shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True) -> Traffic:
-    """A row for each pick, straight to the rank of the expert; results likewise."""
-    picks = shape.config.num_experts_per_tok
+def low_latency(
+    shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True, hosted: int = 0
+) -> Traffic:
+    """A row for each pick, straight to the rank of the expert; results likewise. hosted: pieces of
+    a shared expert that lie in slots: so many picks more (here and below)."""
+    picks = shape.config.num_experts_per_tok + hosted
     return _split(shape, picks / num_ranks, picks * (1 - 1 / num_nodes), picks, fp8)
 
 
-def node_aware(shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True) -> Traffic:
+def node_aware(
+    shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True, hosted: int = 0
+) -> Traffic:
     """A row once to each node that wants it, then by NVLink to its ranks; results are summed on the
     way back."""
-    seen = reach(shape.config, num_ranks, num_nodes)
+    seen = _seen(shape, num_ranks, num_nodes, hosted)
     across = seen.nodes * (1 - 1 / num_nodes)
     return _split(shape, seen.ranks / num_ranks, across, seen.ranks + across, fp8)
 
 
-def once_a_rank(shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True) -> Traffic:
+def once_a_rank(
+    shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True, hosted: int = 0
+) -> Traffic:
     """A row once to each rank that wants it, whatever its node (`torch`); results likewise."""
-    seen = reach(shape.config, num_ranks, num_nodes)
+    seen = _seen(shape, num_ranks, num_nodes, hosted)
     return _split(shape, seen.ranks / num_ranks, seen.ranks * (1 - 1 / num_nodes), seen.ranks, fp8)
+
+
+def to_everybody(shape: ModelShape, num_ranks: int, num_nodes: int, fp8: bool = True) -> Traffic:
+    """All rows to all ranks (`allgather`), which sum what they have for each: a node's rows pass
+    each other node once, shared out over its NICs, and then go round within it."""
+    here = num_ranks / num_nodes
+    across = (num_ranks - here) / here
+    return _split(shape, 0.0, across, num_ranks - 1 + across, fp8)
+
+
+def _seen(shape: ModelShape, num_ranks: int, num_nodes: int, hosted: int) -> Reach:
+    """With picks of a hosted shared expert, whose copies lie anywhere."""
+    seen = reach(shape.config, num_ranks, num_nodes)
+    if not hosted:
+        return seen
+    missed_ranks, missed_nodes = 1 - seen.ranks / num_ranks, 1 - seen.nodes / num_nodes
+    return Reach(
+        min(seen.ranks + hosted * missed_ranks, num_ranks),
+        min(seen.nodes + hosted * missed_nodes, num_nodes),
+    )
 
 
 def _split(shape: ModelShape, own: float, across: float, rows: float, fp8: bool) -> Traffic:

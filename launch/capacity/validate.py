@@ -22,8 +22,7 @@ from launch.capacity.times import (
     Calibration,
     Pool,
     decode_step,
-    low_latency_seconds,
-    normal_seconds,
+    dispatch_seconds,
     prefill_step,
 )
 
@@ -156,9 +155,11 @@ def _kernels(entry: dict[str, Any], c: Calibration) -> Iterator[Point]:
     shape = _shape("deepseek-v3")
     if not entry.get("grouped", True):
         shape = ModelShape(replace(shape.config, n_group=1, topk_group=1))
-    run = low_latency_seconds if entry["kind"] == "low_latency" else normal_seconds
+    way = "deepep_ll" if entry["kind"] == "low_latency" else "deepep_normal"
     for i, ranks in enumerate(entry["ranks"]):
-        there, back = run(shape, Pool(profile(entry["gpu"]), ranks), entry["tokens"], c)
+        there, back = dispatch_seconds(
+            way, shape, Pool(profile(entry["gpu"]), ranks), entry["tokens"], c
+        )
         for name, seconds in (("dispatch", there), ("combine", back)):
             yield Point(
                 id=entry["id"],

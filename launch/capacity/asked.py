@@ -1,0 +1,330 @@
+"""From flags of `moeserve plan MODEL` to deployments: defaults, presets, what `auto` means.
+
+Knows: which flag is which field, and that all that is wrong is told at once. Knows nothing of
+screens, nor of what a deployment gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dispatch import parse_dispatch
+from dispatch.base import DispatchError
+from ep.trace import TraceError, read_trace
+from launch.capacity.balance import TYPICAL, Balance, FloatArray, balance
+from launch.capacity.deployment import PRESETS, Deployment, Phase, Preset, from_preset, preset
+from launch.capacity.hardware import Gpu, profile, profiles
+from launch.capacity.known import load_shape
+from launch.capacity.memory import memory
+from launch.capacity.node import Node
+from launch.capacity.predict import Workload, predict
+from launch.capacity.report import Limits, Plan, report
+from launch.capacity.rules import choose_dispatch, largest_batch
+from launch.capacity.shape import ModelShape
+from launch.capacity.values import Values
+
+AUTO = "auto"
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+WIRES = ("fp8", "model")
+MOST_GPUS = 1 << 14
+MOST_TOKENS = 1 << 24
+STEP_TOKENS = 16384  # what `--tokens auto` takes at most
+SEARCH_GPUS = 320  # what `--search` gives a pool at most
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Flags as they were typed; None: not given."""
+
+    model: str | None = None
+    preset: str | None = None
+    gpus: str | None = None
+    gpu: str | None = None
+    phase: str | None = None
+    redundant: str | None = None
+    shared: str | None = None
+    tp: str | None = None
+    dispatch: str | None = None
+    wire: str | None = None
+    sequences: str | None = None
+    tokens: str | None = None
+    drafts: str | None = None
+    acceptance: str | None = None
+    kv_fp8: bool = False
+    no_overlap: bool = False
+    input_tokens: str | None = None
+    output_tokens: str | None = None
+    cached_share: str | None = None
+    trace: Path | None = None
+    price: str | None = None
+    longest: str | None = None
+    host_memory: str | None = None
+    shared_memory: str | None = None
+    ttft: str | None = None
+    tpot: str | None = None
+    max_gpus: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """bases: a deployment a phase that is asked for. auto_redundant, auto_batch, auto_tokens: to
+    be chosen for them, as a dispatch of "auto" is. loads [L, E]: of each phase; None: typical."""
+
+    bases: list[Deployment]
+    work: Workload
+    limits: Limits
+    node: Node
+    loads: dict[str, FloatArray] | None
+    source: str
+    price: float | None
+    longest: int | None
+    most_gpus: int
+    preset: str | None
+    auto_redundant: bool
+    auto_batch: bool
+    auto_tokens: bool
+
+    def loads_of(self, d: Deployment) -> FloatArray | None:
+        return None if self.loads is None else self.loads[d.phase]
+
+    def plan(self) -> Plan:
+        reports = []
+        for base in self.bases:
+            d, spread = self._chosen(base)
+            reports.append(
+                report(
+                    d,
+                    self.work,
+                    spread=spread,
+                    price=self.price,
+                    longest=self.longest,
+                    node=self.node,
+                    limits=self.limits,
+                )
+            )
+        return Plan(reports, self.preset)
+
+    def _chosen(self, d: Deployment) -> tuple[Deployment, Balance]:
+        """With all that `auto` leaves to us."""
+        if self.auto_redundant:
+            d = replace(d, redundant=0)
+            d = replace(d, redundant=d.physical - d.slots)
+        spread = balance(d, self.loads_of(d), self.source)
+        d = replace(d, balance=spread.mean)
+        if d.dispatch == AUTO:
+            least: dict[str, Any] = {"sequences": 1} if self.auto_batch else {}
+            dispatch = choose_dispatch(replace(d, **least)).dispatch
+            d = replace(d, dispatch=dispatch)
+        if d.phase == "decode" and self.auto_batch:
+            d = replace(d, sequences=self._batch(d))
+        if d.phase == "prefill" and self.auto_tokens:
+            d = replace(d, tokens=_step(d, self.work, self.limits.ttft))
+        return d, spread
+
+    def _batch(self, d: Deployment) -> int:
+        """The largest that memory, the way to dispatch and the limit of TPOT allow; 1 if none."""
+        most = max(largest_batch(d, self.work.context), 1)
+        limit = self.limits.tpot
+        if limit is None:
+            return most
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            tpot = predict(replace(d, sequences=middle), self.work).tpot
+            low, high = (middle, high) if tpot is not None and tpot <= limit else (low, middle - 1)
+        return max(largest_batch_below(d, self.work.context, low), 1)
+
+
+def largest_batch_below(d: Deployment, length: float, most: int) -> int:
+    """Some numbers of tokens are refused where the next smaller one is not."""
+    from launch.capacity.rules import errors, violations
+
+    for sequences in range(most, max(most - 8, 0), -1):
+        if not errors(violations(replace(d, sequences=sequences), length)):
+            return sequences
+    return most
+
+
+def _step(d: Deployment, work: Workload, ttft: float | None) -> int:
+    """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, and TTFT is kept."""
+    kv = d.shape.kv_bytes(d.kv_fp8, d.shape.config.num_mtp_layers) * work.input_tokens
+    tokens = STEP_TOKENS
+    while tokens > 256:
+        asked = replace(d, tokens=tokens)
+        waits = predict(asked, work).ttft or 0.0
+        if memory(asked).kv > kv and (ttft is None or waits <= ttft):
+            return tokens
+        tokens //= 2
+    return tokens
+
+
+def read(typed: Typed, search: bool = False) -> Asked:
+    """ConfigError with everything that is wrong. search: numbers of GPUs, slots and steps are not
+    asked for."""
+    v = Values()
+    chosen = None if typed.preset is None else v.attempt(lambda: _preset(typed.preset), None)
+    shape = _shape(v, typed.model, chosen)
+    gpu = _gpu(v, typed.gpu, chosen)
+    work = _workload(v, typed, chosen, shape)
+    loads = None if typed.trace is None or shape is None else _loads(v, typed.trace, shape)
+    only = typed.phase or (chosen.phase if chosen is not None else "both")
+    only = v.choice("--phase", only, "both", (*PHASES, "both"))
+    phases = [p for p in PHASES if only in (p, "both")]
+    ways = _dispatch(v, typed.dispatch, typed.preset)
+    start = from_preset(typed.preset or "") if chosen is not None else None
+    first = {} if start is None else vars(start)  # what the preset says
+    given: dict[str, Any] = {
+        "gpus": v.whole("--gpus", typed.gpus, first.get("gpus", 0), 1, MOST_GPUS),
+        "redundant": _auto(v, "--redundant", typed.redundant, first.get("redundant"), 0),
+        "shared": v.choice("--shared", typed.shared, first.get("shared", "replicated"), _HOMES),
+        "tp": v.whole("--tp", typed.tp, 1, 1, 1024),
+        "drafts": v.whole("--drafts", typed.drafts, 0, 0, 16),
+        "acceptance": v.number("--acceptance", typed.acceptance, 0.85, 0, 1),
+        "kv_fp8": typed.kv_fp8,
+        "wire_fp8": v.choice("--wire", typed.wire, "fp8", WIRES) == "fp8",
+        "overlap": not typed.no_overlap,
+        "sequences": _auto(v, "--sequences", typed.sequences, first.get("sequences"), 1),
+        "tokens": _auto(v, "--tokens", typed.tokens, first.get("tokens"), 1),
+    }
+    most = v.whole("--max-gpus", typed.max_gpus, given["gpus"] or SEARCH_GPUS, 1, MOST_GPUS)
+    if typed.gpus is None and start is None and not search:
+        v.problems.append("--gpus: must be given: GPUs over which experts are sharded, such as 32")
+    if typed.acceptance is not None and not given["drafts"]:
+        v.problems.append(f"--acceptance={typed.acceptance}: nothing to accept; give --drafts too")
+    asked: dict[str, Any] = {
+        "limits": Limits(v.seconds("--ttft", typed.ttft), v.seconds("--tpot", typed.tpot)),
+        "node": Node(
+            v.size("--host-memory", typed.host_memory),
+            v.size("--shared-memory", typed.shared_memory),
+        ),
+        "price": v.number("--price", typed.price, None, 0, 1e6),
+        "longest": v.whole("--longest", typed.longest, 0, 1, MOST_TOKENS) or None,
+    }
+    v.check()
+    assert shape is not None and gpu is not None
+    bases = []
+    for phase in phases:
+        made: dict[str, Any] = {k: 1 if x is None else x for k, x in given.items()}
+        made["redundant"] = given["redundant"] or 0
+        made["gpus"] = given["gpus"] or most
+        bases.append(
+            Deployment(shape, _name(typed, chosen), gpu, phase=phase, dispatch=ways[phase], **made)
+        )
+    return Asked(
+        bases,
+        work,
+        loads=loads,
+        source=TYPICAL if typed.trace is None else typed.trace.name,
+        most_gpus=most,
+        preset=typed.preset,
+        auto_redundant=given["redundant"] is None,
+        auto_batch=given["sequences"] is None,
+        auto_tokens=given["tokens"] is None,
+        **asked,
+    )
+
+
+_HOMES = ("replicated", "hosted")
+
+
+def _auto(v: Values, flag: str, text: str | None, start: int | None, least: int) -> int | None:
+    """None: `auto`, the default where no preset says a number."""
+    if text == AUTO or (text is None and start is None):
+        return None
+    return v.whole(flag, text, start or 0, least, 1 << 20)
+
+
+def _preset(name: str | None) -> Preset:
+    return preset(name or "")
+
+
+def _name(typed: Typed, chosen: Preset | None) -> str:
+    if typed.model is not None:
+        return typed.model
+    return chosen.model if chosen is not None else ""
+
+
+def _shape(v: Values, model: str | None, chosen: Preset | None) -> ModelShape | None:
+    name = model or (chosen.model if chosen is not None else None)
+    if name is None:
+        v.problems.append(
+            "MODEL: must be given: a config.json, a checkpoint folder, deepseek-v3 or kimi-k2 "
+            f"(or --preset {', '.join(PRESETS)})"
+        )
+        return None
+    return v.attempt(lambda: load_shape(name), None)
+
+
+def _gpu(v: Values, name: str | None, chosen: Preset | None) -> Gpu | None:
+    wanted = name or (chosen.gpu if chosen is not None else None)
+    if wanted is None:
+        v.problems.append(f"--gpu: must be given: one of {', '.join(profiles())}")
+        return None
+    return v.attempt(lambda: profile(wanted), None)
+
+
+def _workload(v: Values, typed: Typed, chosen: Preset | None, shape: ModelShape | None) -> Workload:
+    """Without a word of it: a prompt of 4096 and an answer of 1024, or as much as the model has."""
+    default = Workload()
+    if chosen is not None:
+        default = Workload(chosen.input_tokens, chosen.output_tokens)
+    if shape is not None:
+        most = shape.config.max_position_embeddings
+        if default.input_tokens + default.output_tokens > most:
+            default = Workload(max(most * 3 // 4, 1), max(most // 4, 1))
+    return Workload(
+        v.whole("--input-tokens", typed.input_tokens, default.input_tokens, 1, MOST_TOKENS),
+        v.whole("--output-tokens", typed.output_tokens, default.output_tokens, 1, MOST_TOKENS),
+        v.number("--cached-share", typed.cached_share, 0.0, 0, 1),
+    )
+
+
+def _dispatch(v: Values, text: str | None, chosen: str | None) -> dict[str, str]:
+    """A name a phase."""
+    if text is None:
+        if chosen is None or chosen not in PRESETS:
+            return dict.fromkeys(PHASES, AUTO)
+        return {"prefill": "deepep_normal", "decode": "deepep_ll"}
+    try:
+        wish = parse_dispatch(text)
+    except DispatchError as error:
+        v.problems.append(f"--dispatch={text}: {error}")
+        return dict.fromkeys(PHASES, AUTO)
+    return {phase: wish.of(phase) for phase in PHASES}
+
+
+def _loads(v: Values, path: Path, shape: ModelShape) -> dict[str, FloatArray] | None:
+    """Of each phase: of a recording its own tokens, of anything else the same for both. Layers
+    without any load are left out; columns beyond the routed experts are a hosted shared one."""
+    found: dict[str, FloatArray] = {}
+    experts = shape.config.n_routed_experts
+    for phase in PHASES:
+        try:
+            table = _totals(path, phase)
+        except (TraceError, OSError) as error:
+            v.problems.append(f"--trace={path}: {error}")
+            return None
+        if table.shape[1] not in (experts, experts + shape.config.n_shared_experts):
+            v.problems.append(
+                f"--trace={path}: has loads of {table.shape[1]} experts; the model has {experts}"
+            )
+            return None
+        table = table[:, :experts]
+        table = table[table.any(axis=1)]
+        if not len(table):
+            v.problems.append(f"--trace={path}: no layer has any load")
+            return None
+        found[phase] = table
+    return found
+
+
+def _totals(path: Path, phase: str) -> FloatArray:
+    try:
+        totals = read_trace(path, phase).totals
+        if totals.any():
+            return totals
+    except TraceError:
+        pass  # no recording: there are no phases in it
+    return read_trace(path).totals

@@ -1,0 +1,158 @@
+"""What `moeserve plan` does with its flags: a plan, a search or a validation; shown, drawn, told as
+JSON.
+
+Knows the order of things. Knows nothing of how any of them is reckoned.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.capacity.asked import Asked, Typed, read
+from launch.capacity.search import Candidate, Found, Ratio, ratio, search
+from launch.capacity.validate import Validation, validate
+from moeserve.errors import ConfigError, MoeserveError
+
+PICTURES = (".png", ".svg", ".html")
+
+
+class RulesViolated(MoeserveError):
+    """`--check`, and the deployment may not run as it is; the report was printed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """unused: flags that were given and have no meaning here."""
+
+    typed: Typed
+    search: bool
+    validate: bool
+    check: bool
+    plot: Path | None
+    as_json: bool
+    unused: list[str]
+
+    def run(self) -> None:
+        """ConfigError for flags; RulesViolated after everything was shown."""
+        asked = self._asked()
+        if asked is None:
+            self._validate()
+        elif self.search:
+            self._search(asked)
+        else:
+            self._plan(asked)
+
+    def _asked(self) -> Asked | None:
+        mode = "--validate" if self.validate else "--search" if self.search else "plan MODEL"
+        unused = list(self.unused)
+        typed = asdict(self.typed)
+        if self.search:
+            names = ("redundant", "shared", "tp", "dispatch", "sequences", "tokens", "drafts")
+            unused += [f"--{name}" for name in names if typed[name] is not None]
+            unused += ["--no-overlap"] if self.typed.no_overlap else []
+            unused += ["--preset"] if self.typed.preset is not None else []
+        elif typed["max_gpus"] is not None and not self.validate:
+            unused.append("--max-gpus")
+        problems = [f"{flag}: has no meaning with {mode}" for flag in unused]
+        if self.plot is not None and self.plot.suffix not in PICTURES:
+            problems.append(f"--plot={self.plot}: must end in one of {', '.join(PICTURES)}")
+        if self.plot is not None and not self.plot.absolute().parent.is_dir():
+            problems.append(f"--plot={self.plot}: no folder {self.plot.parent}")
+        asked = None
+        if not self.validate:
+            try:
+                asked = read(self.typed, self.search)
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return asked
+
+    def _plan(self, asked: Asked) -> None:
+        plan = asked.plan()
+        if self.plot is not None:
+            from launch.capacity.picture import draw_plan
+
+            draw_plan(plan, self.plot)
+        self._tell(plan.as_json(), lambda screen, console: screen.show_plan(plan, console))
+        self._end(len(plan.errors), "rules are violated" if len(plan.errors) > 1 else "rule is")
+
+    def _search(self, asked: Asked) -> None:
+        found = [
+            search(
+                base, asked.work, asked.limits, asked.most_gpus, asked.price, asked.loads_of(base)
+            )
+            for base in asked.bases
+        ]
+        shares = None
+        best = {f.phase: f.best for f in found}
+        prefill, decode = best.get("prefill"), best.get("decode")
+        if prefill is not None and decode is not None:
+            shares = ratio(prefill, decode, asked.work)
+        if self.plot is not None:
+            from launch.capacity.picture import draw_search
+
+            draw_search(found, shares, asked, self.plot)
+        said = search_json(found, shares, asked)
+        self._tell(said, lambda screen, console: screen.show_search(found, shares, asked, console))
+        self._end(sum(f.best is None for f in found), "phases have no layout within the limits")
+
+    def _validate(self) -> None:
+        found: Validation = validate()
+        if self.plot is not None:
+            from launch.capacity.picture import draw_validation
+
+            draw_validation(found, self.plot)
+        self._tell(found.as_json(), lambda screen, console: screen.show_validation(found, console))
+
+    def _tell(self, said: dict[str, Any], show: Any) -> None:
+        if self.as_json:
+            print(json.dumps(said))
+        else:
+            from rich.console import Console
+
+            from launch.capacity import screen
+
+            console = Console(highlight=False)
+            show(screen, console)
+            if self.plot is not None:
+                console.print(f"picture: {self.plot}", markup=False)
+        sys.stdout.flush()
+
+    def _end(self, wrong: int, what: str) -> None:
+        if self.check and wrong:
+            raise RulesViolated(f"--check: {wrong} {what}")
+
+
+def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[str, Any]:
+    d = asked.bases[0]
+    best = [f.best for f in found if f.best is not None]
+    return {
+        "model": d.model,
+        "gpu": d.gpu.name,
+        "max_gpus": asked.most_gpus,
+        "limits": {"ttft_s": asked.limits.ttft, "tpot_s": asked.limits.tpot},
+        "workload": asdict(asked.work),
+        "price_per_gpu_hour": d.gpu.price if asked.price is None else asked.price,
+        "phases": {f.phase: _found_json(f) for f in found},
+        "ratio": None if shares is None else asdict(shares),
+        "cost_per_million": _costs(best),
+    }
+
+
+def _found_json(f: Found) -> dict[str, Any]:
+    return {
+        "tried": f.tried,
+        "allowed": len(f.allowed),
+        "pareto": [x.as_json() for x in f.pareto],
+        "best": None if f.best is None else f.best.as_json(),
+    }
+
+
+def _costs(best: list[Candidate]) -> dict[str, float | None]:
+    found = {kind: dollars for x in best for kind, dollars in x.prediction.cost.items()}
+    return {kind: found.get(kind) for kind in ("input", "cached", "output")}
