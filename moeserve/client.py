@@ -26,8 +26,10 @@ from moeserve.rebalancing.desk import RebalanceDesk
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.router import REQUEST_COST, PrefixIndex, RankLoad, choose_rank
 from moeserve.streams import Flight, OutputStream
+from moeserve.tracing_desk import TraceDesk
 from moeserve.wire_experts import LoadInterval, LoadReport, PlacementTable, RecordingEnded
 from moeserve.wire_rebalance import RebalanceReport, RebalanceStats
+from moeserve.wire_trace import TraceEnded, TraceSteps
 
 log = logging.getLogger("moeserve.client")
 
@@ -82,6 +84,7 @@ class EngineClient:
         self._link = RankLink(num_ranks, rank_timeout, self._received, self._unreachable)
         self.experts = LoadDesk(num_ranks, self._send, self._info)
         self.rebalancing = RebalanceDesk(self._send, self._rebalance_stats)
+        self.traces = TraceDesk(num_ranks, self._send)
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -307,6 +310,8 @@ class EngineClient:
                 self.experts.heard(message)
             case RebalanceReport():
                 self.rebalancing.heard(message)
+            case TraceSteps() | TraceEnded():
+                self.traces.heard(message)
             case wire.CacheEvents():
                 self._index.changed(rank, message.added, message.removed, message.cleared)
             case wire.Hello() if message.size != self.fleet.num_ranks:
@@ -379,6 +384,7 @@ class EngineClient:
             self._end_with_error(request_id, str(self.failed), abort=False)
         self.experts.lost(str(self.failed))
         self.rebalancing.lost(str(self.failed))
+        self.traces.lost(str(self.failed))
         self._changed.set()
         self.on_rank_died(self.failed)
 

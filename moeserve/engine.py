@@ -34,6 +34,7 @@ from moeserve.recorder import StepRecorder
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
+from moeserve.tracing import StepTracer
 from moeserve.wire import CacheEvents, RankStats
 from moeserve.wire_experts import Counts, FromRank, LoadReport, PlacementInUse
 from moeserve.wire_rebalance import Rebalance, RebalanceReport
@@ -62,6 +63,7 @@ class Engine:
         self.info = info or {}
         self.settings = settings
         self.rebalancer: Rebalancer | None = None  # set where experts can move (`build`)
+        self.tracer = runner.tracer = StepTracer(group.rank)
         self.stopped = False  # all ranks agreed: no step follows
         self.idle = True  # no rank had work in the last step
         self.num_steps = 0
@@ -118,16 +120,24 @@ class Engine:
             agreed = self.lockstep.agree(self._vote(plan))
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
+        locked = time.perf_counter()
         self.stopped, self.idle = agreed.stop, not agreed.run
         if agreed.run:
             self._part("host", prepared - start)
-            self._part("lockstep", time.perf_counter() - prepared)
+            self._part("lockstep", locked - prepared)
+        self.tracer.agreed(0 if agreed.stop else agreed.trace, agreed.run)
+        self.tracer.span("schedule", start, prepared)
+        self.tracer.span("lockstep", prepared, locked)
         if self.rebalancer is not None and not agreed.stop:
             self.rebalancer.advance(agreed)
             self.placement = self.rebalancer.placement
+            if self.rebalancer.moving:
+                self.tracer.span("rebalance", locked, time.perf_counter())
         if self.recorder is not None:
             self.recorder.agreed(0 if agreed.stop else agreed.recording)
         outputs = self._run(plan, batch, agreed) if agreed.run else []
+        if self.tracer.on:
+            self.tracer.end_step(agreed.step, plan.num_tokens, agreed.phase, start)
         return [*self.scheduler.take_outbox(), *outputs]
 
     def _run(self, plan: StepPlan, batch: StepBatch, agreed: StepAgreement) -> list[TokenOutput]:
@@ -140,6 +150,7 @@ class Engine:
             if self.recorder is not None:
                 self.recorder.drop_step()
             return self._forward_failed(plan, self.guard.explain(error, agreed.step))
+        self.tracer.span("forward", start, time.perf_counter())
         outputs = self._choose(plan, batch, logits) if self._peers_answered() else None
         seconds = time.perf_counter() - start
         if self.recorder is not None:  # whatever became of its tokens, the experts had them
@@ -162,8 +173,11 @@ class Engine:
             return None
         chosen = time.perf_counter()
         outputs = self._commit(plan, result)
+        committed = time.perf_counter()
         self._part("sampling", chosen - start)
-        self._part("host", time.perf_counter() - chosen)
+        self._part("host", committed - chosen)
+        self.tracer.span("sampling", start, chosen)
+        self.tracer.span("commit", chosen, committed)
         return outputs
 
     def _part(self, name: str, seconds: float) -> None:
@@ -223,6 +237,7 @@ class Engine:
             recording=0 if self.recorder is None else self.recorder.wanted,
             rebalance=0 if self.rebalancer is None else self.rebalancer.number,
             ballot=Ballot() if self.rebalancer is None else self.rebalancer.ballot(),
+            trace=self.tracer.wanted,
         )
 
     # -- rebalancing ---------------------------------------------------------------------------

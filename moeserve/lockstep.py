@@ -58,8 +58,9 @@ class PeerFailed(EngineFailed):
 @dataclass(frozen=True)
 class Vote:
     """One rank's part. wants_stop counts once no rank has work left. recording: the number of the
-    load recording that it is ready to record, 0 for none. settings: hash of all that shapes the
-    collectives (`settings_hash`). rebalance: `ep.rebalance.Position.number`; ballot: about it."""
+    load recording that it is ready to record, 0 for none; trace: likewise. settings: hash of all
+    that shapes the collectives (`settings_hash`). rebalance: `ep.rebalance.Position.number`;
+    ballot: about it."""
 
     has_work: bool
     num_tokens: int = 0
@@ -73,12 +74,14 @@ class Vote:
     recording: int = 0
     rebalance: int = 0
     ballot: Ballot = Ballot()
+    trace: int = 0
 
 
 @dataclass(frozen=True)
 class StepAgreement:
     """The same on every rank. num_tokens [R]: of each rank, so that one can see who is idle.
     recording: what every rank voted for alike, else 0: the step is recorded on all ranks or none.
+    trace: likewise.
     ballots [R]: what ranks say about a rebalance; () where none says anything.
     """
 
@@ -89,6 +92,7 @@ class StepAgreement:
     num_tokens: tuple[int, ...]
     recording: int = 0
     ballots: tuple[Ballot, ...] = ()
+    trace: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -108,6 +112,7 @@ _FIELDS = (
     "wants_stop",
     "failed",
     "recording",
+    "trace",
     "say",
     "say_value",
     "say_cause",
@@ -147,6 +152,7 @@ class Lockstep:
                 phase=vote.phase,
                 num_tokens=(vote.num_tokens,),
                 recording=vote.recording,
+                trace=vote.trace,
             )
         self._mine_np[:] = (
             self._step,
@@ -161,6 +167,7 @@ class Lockstep:
             vote.wants_stop,
             vote.failed,
             vote.recording,
+            vote.trace,
             vote.ballot.say,
             vote.ballot.value,
             vote.ballot.cause,
@@ -180,7 +187,7 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         if (column != column[0]).any():
             raise LockstepDiverged(name, column.tolist())
     run = bool(votes[:, _COLUMN["has_work"]].any())
-    recording = votes[:, _COLUMN["recording"]]
+    recording, trace = votes[:, _COLUMN["recording"]], votes[:, _COLUMN["trace"]]
     return StepAgreement(
         step=int(votes[0, 0]),
         run=run,
@@ -189,6 +196,7 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         num_tokens=tuple(votes[:, _COLUMN["num_tokens"]].tolist()),
         recording=int(recording[0]) if (recording == recording[0]).all() else 0,
         ballots=_ballots(votes[:, _COLUMN["say"] :]),
+        trace=int(trace[0]) if (trace == trace[0]).all() else 0,
     )
 
 

@@ -25,7 +25,7 @@ import zmq
 
 from ep.group import EPGroup
 from ep.peer_loss import is_lost_peer
-from moeserve import wire, wire_experts
+from moeserve import wire, wire_experts, wire_trace
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.errors import InvalidRequest, MoeserveError, NotReady
@@ -188,6 +188,10 @@ class RankLoop:
                 self._line.send(engine.load_report(ask))
             case Rebalance():
                 engine.ask_rebalance(message)
+            case wire_trace.StartTrace(trace, steps):
+                engine.tracer.start(trace, steps)
+            case wire_trace.StopTrace(trace):
+                engine.tracer.stop(trace)
             case wire.Wake():
                 pass  # it has ended the wait
 
@@ -202,6 +206,8 @@ class RankLoop:
             self._line.send(events)
         for report in self._engine.take_load_reports():
             self._line.send(report)
+        for spans in self._engine.tracer.take_reports():
+            self._line.send(spans)
         if (placement := self._engine.take_placement()) is not None:
             self._line.send(placement)  # before the report that says why
         for answer in self._engine.take_rebalance_reports():

@@ -18,6 +18,7 @@ from moeserve.logprobs import token_logprobs
 from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
 from moeserve.recorder import StepRecorder
+from moeserve.tracing import StepTracer
 
 
 class ModelRunner:
@@ -33,6 +34,7 @@ class ModelRunner:
         halves (`overlap`), the same on every rank; None: never."""
         self.model, self.cache, self.tables = model, cache, tables
         self.recorder = recorder
+        self.tracer = StepTracer()  # the engine's, where there is one
         self.overlap_from = overlap_from
         self._dispatcher: Dispatcher | None = getattr(model, "dispatcher", None)
         device = cache.layers[0].device
@@ -52,9 +54,10 @@ class ModelRunner:
         if self._dispatcher is not None:
             bound = largest_half(max_tokens) if in_halves and max_tokens else max_tokens
             self._dispatcher.set_step_bound(bound, decode_only)
+        observer = self.tracer.observe(self.recorder)
         if not in_halves:
-            return self.model.forward(batch.forward, self.cache, self.recorder).logits
-        out = self.model.forward(batch.forward, self.cache, self.recorder, halves=True)
+            return self.model.forward(batch.forward, self.cache, observer).logits
+        out = self.model.forward(batch.forward, self.cache, observer, halves=True)
         if self._dispatcher is not None:  # what follows in this step is no half: drafts
             self._dispatcher.set_step_bound(max_tokens, decode_only)
         return out.logits

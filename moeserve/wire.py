@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moeserve import wire_experts, wire_rebalance
+from moeserve import wire_experts, wire_rebalance, wire_trace
 from moeserve.request import FinishReason, Request, TokenOutput
 
 # ---- front end -> rank ------------------------------------------------------------------------
@@ -51,6 +51,7 @@ ToRank = (
     | ResetPrefixCache
     | wire_experts.FromFrontEnd
     | wire_rebalance.Rebalance
+    | wire_trace.FromFrontEnd
 )
 
 # ---- rank -> front end ------------------------------------------------------------------------
@@ -162,6 +163,7 @@ ToFrontEnd = (
     | wire_experts.FromRank
     | wire_experts.PlacementInUse
     | wire_rebalance.RebalanceReport
+    | wire_trace.FromRank
 )
 
 

@@ -44,6 +44,7 @@ from moeserve.server.sse import (
     read_body,
     unless_client_leaves,
 )
+from moeserve.server.trace import add_trace
 
 log = logging.getLogger("moeserve.server")
 
@@ -61,6 +62,7 @@ def create_app(service: Service) -> FastAPI:
     _add_text(app, service)
     _add_status(app, service)
     add_experts(app, service, _body, _schema)
+    add_trace(app, service, _body, _schema)
     server = service.config.server
     app.add_middleware(KeyCheck, api_key=server.api_key, admin_key=server.admin_key)
     return app

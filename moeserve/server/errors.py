@@ -9,6 +9,7 @@ from moeserve.load_desk import RecordingConflict
 from moeserve.server.rebalance import RebalanceRefused
 from moeserve.server.refusals import ContextTooLong, UnknownModel
 from moeserve.server.sse import JsonBytes
+from moeserve.tracing_desk import TraceConflict
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, object]:
@@ -39,6 +40,8 @@ def answer_for(error: Exception) -> JsonBytes:
             return error_answer(409, str(error), code="rebalance_refused")
         case RecordingConflict():
             return error_answer(409, str(error), code="recording_conflict")
+        case TraceConflict():
+            return error_answer(409, str(error), code="trace_conflict")
         case QueueFull():
             headers = {"retry-after": str(math.ceil(error.retry_after))}
             return error_answer(
