@@ -34,6 +34,7 @@ class Rehearse:
     dispatch: str | None
     wire: str | None
     as_json: bool
+    array: str | None = None
 
 
 def run_rehearsal(asked: Rehearse, unused: list[str]) -> None:
@@ -60,6 +61,7 @@ def run_rehearsal(asked: Rehearse, unused: list[str]) -> None:
         int(seed),
         asked.dispatch or "torch",
         asked.wire or "model",
+        asked.array,
     ).run()
     if asked.as_json:
         print(json.dumps(report.as_json()))

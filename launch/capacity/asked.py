@@ -58,6 +58,7 @@ class Typed:
     output_tokens: str | None = None
     cached_share: str | None = None
     trace: Path | None = None
+    array: str | None = None
     price: str | None = None
     longest: str | None = None
     host_memory: str | None = None
@@ -168,7 +169,11 @@ def read(typed: Typed, search: bool = False) -> Asked:
     shape = _shape(v, typed.model, chosen)
     gpu = _gpu(v, typed.gpu, chosen)
     work = _workload(v, typed, chosen, shape)
-    loads = None if typed.trace is None or shape is None else _loads(v, typed.trace, shape)
+    loads = None
+    if typed.trace is not None and shape is not None:
+        loads = _loads(v, typed.trace, typed.array, shape)
+    if typed.array is not None and typed.trace is None:
+        v.problems.append(f"--array={typed.array}: goes with --trace FILE")
     only = typed.phase or (chosen.phase if chosen is not None else "both")
     only = v.choice("--phase", only, "both", (*PHASES, "both"))
     phases = [p for p in PHASES if only in (p, "both")]
@@ -295,14 +300,16 @@ def _dispatch(v: Values, text: str | None, chosen: str | None) -> dict[str, str]
     return {phase: wish.of(phase) for phase in PHASES}
 
 
-def _loads(v: Values, path: Path, shape: ModelShape) -> dict[str, FloatArray] | None:
+def _loads(
+    v: Values, path: Path, array: str | None, shape: ModelShape
+) -> dict[str, FloatArray] | None:
     """Of each phase: of a recording its own tokens, of anything else the same for both. Layers
     without any load are left out; columns beyond the routed experts are a hosted shared one."""
     found: dict[str, FloatArray] = {}
     experts = shape.config.n_routed_experts
     for phase in PHASES:
         try:
-            table = _totals(path, phase)
+            table = read_trace(path, array).totals if array else _totals(path, phase)
         except (TraceError, OSError) as error:
             v.problems.append(f"--trace={path}: {error}")
             return None

@@ -110,6 +110,9 @@ def plan(
         Path | None,
         _flag(LOAD, "FILE", "Loads of experts, by which the layout is balanced: a recording"),
     ] = None,
+    array: Annotated[
+        str | None, _flag(LOAD, _NAME, "One of several arrays in that file, or a phase")
+    ] = None,
     ttft: Annotated[str | None, _flag(LOAD, "S", "Limit of TTFT, such as 2 or 500ms")] = None,
     tpot: Annotated[str | None, _flag(LOAD, "S", "Limit of TPOT, such as 0.05 or 50ms")] = None,
     longest: Annotated[
@@ -210,17 +213,17 @@ def plan(
     }
     doing = {"search": search, "validate": validate, "check": check, "plot": plot}
     if rehearse is not None:
-        asked = Rehearse(rehearse, routing, model, trace, seed, dispatch, wire, json)
+        asked = Rehearse(rehearse, routing, model, trace, seed, dispatch, wire, json, array)
         run_rehearsal(asked, _flags(given | doing))
         return
     from launch.capacity.asked import Typed
     from launch.capacity.run import Run
 
-    typed = Typed(model=model, dispatch=dispatch, wire=wire, trace=trace, **given)
+    typed = Typed(model=model, dispatch=dispatch, wire=wire, trace=trace, array=array, **given)
     unused = _flags({"routing": routing, "seed": seed})
     if validate:
-        others = given | {"dispatch": dispatch, "wire": wire, "trace": trace, "search": search}
-        unused += (["MODEL"] if model else []) + _flags(others)
+        others = {"dispatch": dispatch, "wire": wire, "trace": trace, "array": array}
+        unused += (["MODEL"] if model else []) + _flags(given | others | {"search": search})
     Run(typed, search, validate, check, plot, json, unused).run()
 
 
