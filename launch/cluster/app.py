@@ -32,7 +32,7 @@ _Output = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help=r"Folder of the job, seen by all nodes [dim]\[default: moeserve-jobs/...][/]",
+        help=r"Folder of the job; under Slurm all nodes see it [dim]\[default: moeserve-jobs/...][/]",
         rich_help_panel=FILES,
     ),
 ]
@@ -138,6 +138,57 @@ def slurm(
         submit=submit,
         wait=wait,
         detach=detach,
+        words=tuple(words or ()),
+    )
+    raise typer.Exit(launch.run())
+
+
+@launch_app.command(cls=Command)
+def hosts(
+    hosts: Annotated[
+        str, typer.Argument(metavar="HOSTS", help="Names or addresses: a,b,me@c; the first meets")
+    ],
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R",
+            min=1,
+            help=r"Ranks a host [dim]\[default: by --ep, else 1][/]",
+            rich_help_panel=JOB,
+        ),
+    ] = None,
+    ssh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CMD", help="How a host is reached: CMD HOST COMMAND", rich_help_panel=JOB
+        ),
+    ] = None,
+    output: _Output = None,
+    python: _Python = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SEC",
+            min=0,
+            help="Give up a job that is not ready by then",
+            rich_help_panel=WATCHING,
+        ),
+    ] = None,
+    words: _Words = None,
+) -> None:
+    """Run torchrun on each host over ssh, and watch the job.
+
+    It is this terminal's: its ranks end with this command, however that ends.
+    """
+    from launch.cluster.hosts import SSH, HostsLaunch
+
+    launch = HostsLaunch(
+        hosts=hosts,
+        ranks_per_node=ranks_per_node,
+        ssh=ssh or SSH,
+        python=python,
+        wait=wait,
+        output=output,
         words=tuple(words or ()),
     )
     raise typer.Exit(launch.run())

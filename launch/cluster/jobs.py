@@ -26,6 +26,7 @@ from launch.cluster import stages
 from moeserve.terminal import say
 
 LOCAL, HOSTS, SLURM = "local", "hosts", "slurm"
+FOLDERS = Path("moeserve-jobs")  # where folders of jobs are made when none is named
 JOB_FILE = "job.json"  # the same record in a folder of the job's own
 _SAME_START = 1.0  # seconds by which two readings of one process's start may differ
 

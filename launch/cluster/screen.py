@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from launch.cluster.stages import CACHE, READY, RENDEZVOUS, SERVING, STARTING, WARMUP, WEIGHTS
-from launch.cluster.watch import NodeView
+from launch.cluster.watch import Cause, NodeView
 from moeserve.terminal import say
 
 LINE_SECONDS = 5.0  # between two lines of one node's weights
+TAIL_LINES = 12
 SHOWN_NODES = 24  # of a table on a terminal; the slowest are shown
 _WORDS = {
     STARTING: "starting",
@@ -67,6 +69,26 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def tell_cause(cause: Cause, log: Path) -> None:
+    """Why a job failed, one line a reason; then the end of that rank's log."""
+    who = f"rank {cause.rank} on {cause.host or '?'}: " if cause.rank >= 0 else ""
+    for line in cause.reason.splitlines():
+        say(f"{who}{line}")
+    if cause.rank >= 0:
+        tell_tail(log)
+
+
+def tell_tail(log: Path) -> None:
+    """The last lines of a log, as they stand there."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return
+    if lines:
+        say(f"the end of {log}:")
+        print("".join(f"  | {line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 class LineScreen:

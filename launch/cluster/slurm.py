@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.cluster.jobs import JOB_FILE, SLURM, JobRecord, Registry
+from launch.cluster.jobs import FOLDERS, JOB_FILE, SLURM, JobRecord, Registry
 from launch.cluster.sbatch import SCRIPT, Ask, sbatch_text
 from launch.cluster.served import Served, check_served
 from launch.cluster.slurm_commands import SlurmError, available, partitions, submit
@@ -22,7 +22,6 @@ from launch.cluster.slurm_watch import watch_job
 from moeserve.errors import ConfigError
 from moeserve.terminal import counted, say
 
-FOLDERS = Path("moeserve-jobs")  # where jobs' folders are made when none is named
 _ODD = re.compile(r"[\s%\"'\\]")  # what Slurm reads otherwise in the name of a file
 
 

@@ -6,17 +6,15 @@ and knows reasons; the former knows of jobs whose ranks cannot speak. Ctrl-C end
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from launch.cluster import slurm_commands as slurm
+from launch.cluster.interrupts import count_interrupts
 from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.sbatch import JOB_LOG, rank_log
-from launch.cluster.screen import Screen, open_screen
+from launch.cluster.screen import Screen, open_screen, tell_cause, tell_tail
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, NodeFiles, Progress, deaths_in
 from moeserve.terminal import counted, say
@@ -26,7 +24,6 @@ SLURM_EVERY, SLURM_EVERY_READY = 1.0, 5.0  # between questions to the controller
 MORE_REASONS = 1.0  # after the first failure: what else ranks have to say
 END_SECONDS = 20.0  # what a job that failed may take to end by itself
 CANCEL_SECONDS = 40.0  # what one that was cancelled may take
-TAIL_LINES = 12
 INTERRUPTED = 130
 
 
@@ -46,9 +43,9 @@ class _Watch:
         self._troubled = ""
 
     def run(self) -> int:
-        with _interrupts() as interrupts:
+        with count_interrupts() as interrupts:
             code = self._follow(interrupts)
-        if self._state.over:
+        if self._state.over or self._state.state == "COMPLETING":
             Registry.of_user().remove(self._record)
         return code
 
@@ -142,7 +139,7 @@ class _Watch:
         if cause is None:
             state = self._state.state.lower().replace("_", " ")
             say(f"job {job}: {state}{reason}")
-            self._tail(self._folder / JOB_LOG)
+            tell_tail(self._folder / JOB_LOG)
             return 1
         self._tell(cause)
         return cause.code if 0 < cause.code < 128 else 1
@@ -175,22 +172,8 @@ class _Watch:
         return self._progress.first_cause(deaths_in(text))
 
     def _tell(self, cause: Cause) -> None:
-        who = f"rank {cause.rank} on {cause.host or '?'}: " if cause.rank >= 0 else ""
-        for line in cause.reason.splitlines():
-            say(f"{who}{line}")
-        if cause.rank >= 0:
-            self._tail(rank_log(self._folder, cause.rank))
+        tell_cause(cause, rank_log(self._folder, cause.rank))
         say(f"job {self._record.id} has ended; all logs: {self._folder}")
-
-    def _tail(self, path: Path) -> None:
-        try:
-            lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        except OSError:
-            return
-        if lines:
-            say(f"the end of {path}:")
-            for line in lines:
-                say(f"  {line}")
 
     # ---- by our hand --------------------------------------------------------------------------
 
@@ -240,20 +223,3 @@ class _Watch:
                 return True
             time.sleep(FILES_EVERY)
         return False
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], int]]:
-    """How often Ctrl-C (or SIGTERM, SIGHUP) has come; while entered it does nothing else."""
-    count = [0]
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        count[0] += 1
-
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    old = {number: signal.signal(number, hear) for number in wanted}
-    try:
-        yield lambda: count[0]
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

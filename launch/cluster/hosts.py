@@ -1,0 +1,261 @@
+"""`moeserve launch hosts a,b,c`: torchrun on each host over ssh, watched from this terminal.
+
+The ranks of a host live as long as its line to this process: Ctrl-C, a failure anywhere and the end
+of this process end all of them. Knows ssh as a command that runs another one with our pipes; what
+happens on a host is `launch.cluster.remote`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.cluster import remote
+from launch.cluster.hosts_watch import HostsWatch
+from launch.cluster.jobs import FOLDERS, HOSTS, JOB_FILE, record_of_this_process, registered
+from launch.cluster.served import Served, check_served
+from moeserve.errors import ConfigError, MoeserveError
+from moeserve.terminal import counted, say
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+UP_SECONDS = 60.0  # until every host has answered
+HANDED_ON = ("GLOO_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "OMP_NUM_THREADS", "TORCH_", "MOESERVE_")
+_NOT_HANDED_ON = ("MOESERVE_STAGES",)
+_HOST = re.compile(r"(?:[\w.-]+@)?[\w.:-]+")
+
+
+class HostsFailed(MoeserveError):
+    """Hosts could not be reached, or cannot run this."""
+
+
+@dataclass
+class Host:
+    """One host: its ssh, and what it said of itself."""
+
+    name: str
+    process: subprocess.Popen[str]
+    up: dict[str, Any] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)  # of ssh, or of Python before we ran
+    code: int | None = None
+
+    def send(self, text: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, which its output says
+            self.process.stdin.write(text + "\n")
+            self.process.stdin.flush()
+
+    def cut(self) -> None:
+        """Close the line: everything there ends."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+
+@dataclass(frozen=True)
+class HostsLaunch:
+    """The command line, as typed."""
+
+    hosts: str
+    ranks_per_node: int | None
+    ssh: str
+    python: str | None
+    wait: float | None
+    output: Path | None
+    words: tuple[str, ...]
+
+    def run(self) -> int:
+        """The exit code. ConfigError: wrong flags, all of them; HostsFailed: hosts that are not
+        there."""
+        problems: list[str] = []
+        names = self._names(problems)
+        ssh = shlex.split(self.ssh)
+        if not ssh or shutil.which(ssh[0]) is None:
+            problems.append(f"--ssh {self.ssh!r}: there is no such program here")
+        ranks = self.ranks_per_node or _ranks_of(self.words, len(names))
+        served = check_served(self.words, len(names) * ranks, problems)
+        if problems:
+            raise ConfigError(problems)
+        if served is None:
+            return 0  # its help was asked for
+        if served.listens_anywhere:
+            say(f"--host {served.host}: the first host listens on all its addresses")
+        folder = (self.output or FOLDERS / f"hosts-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+        record = record_of_this_process(
+            HOSTS,
+            folder,
+            len(names),
+            len(names) * ranks,
+            ("serve", *served.words),
+            served.drain_seconds,
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / JOB_FILE).write_text(record.text())
+        except OSError as error:
+            raise ConfigError([f"--output {folder}: {error.strerror}"]) from None
+        with registered(record):
+            return self._launch(names, ranks, ssh, served, folder)
+
+    def _names(self, problems: list[str]) -> list[str]:
+        names = [name.strip() for name in self.hosts.split(",") if name.strip()]
+        if not names:
+            problems.append("HOSTS: name at least one, such as a,b,c")
+        problems += [
+            f"host {name!r}: must be a name or an address, such as node1 or me@10.0.0.1"
+            for name in names
+            if not _HOST.fullmatch(name)
+        ]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems += [f"host {name!r}: is named twice" for name in twice]
+        return names
+
+    def _launch(
+        self, names: Sequence[str], ranks: int, ssh: Sequence[str], served: Served, folder: Path
+    ) -> int:
+        news: queue.Queue[tuple[Host, dict[str, Any]]] = queue.Queue()
+        python = self.python or sys.executable
+        home = str(Path(__file__).resolve().parents[2])
+        command = shlex.join(["env", f"PYTHONPATH={home}", python, "-P", "-m", remote.__name__])
+        hosts = [_start(name, [*ssh, name, command], news) for name in names]
+        watch = HostsWatch(hosts, news, len(names) * ranks, folder, served.drain_seconds, self.wait)
+        try:
+            self._wait_until_up(hosts, news)
+            address, port = hosts[0].up["address"], hosts[0].up["port"]
+            say(f"{counted(len(hosts), 'host')} answer; ranks meet at {address}:{port}")
+            for number, host in enumerate(hosts):
+                torchrun = [
+                    *(python, "-P", "-m", "torch.distributed.run"),
+                    f"--nnodes={len(hosts)}",
+                    f"--nproc-per-node={ranks}",
+                    f"--node-rank={number}",
+                    f"--master-addr={address}",
+                    f"--master-port={port}",
+                    *("-m", "moeserve", "serve", *served.words),
+                ]
+                orders = {"command": torchrun, "env": _environment(), "folder": os.getcwd()}
+                host.send(json.dumps(orders))
+            return watch.run()
+        finally:
+            for host in hosts:
+                host.cut()
+            _end(hosts)
+
+    def _wait_until_up(
+        self, hosts: Sequence[Host], news: queue.Queue[tuple[Host, dict[str, Any]]]
+    ) -> None:
+        deadline = time.monotonic() + UP_SECONDS
+        while any(not host.up and host.code is None for host in hosts):
+            try:
+                host, said = news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if said["kind"] == remote.UP:
+                host.up = said
+            elif said["kind"] == "gone":
+                host.code = said["code"]
+        problems = [f"host {h.name}: {why}" for h in hosts if (why := _why_not(h))]
+        problems += _skew(hosts)
+        if problems:
+            raise HostsFailed("\n".join(problems))
+
+
+def _start(
+    name: str, command: Sequence[str], news: queue.Queue[tuple[Host, dict[str, Any]]]
+) -> Host:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # the terminal's Ctrl-C is ours: we tell the hosts
+    )
+    host = Host(name, process)
+
+    def complain() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            host.complaints.append(line.rstrip("\n"))
+
+    def listen() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                said = json.loads(line)
+                said["kind"]
+            except (ValueError, TypeError, KeyError):
+                host.complaints.append(line.rstrip("\n"))  # a shell's greeting
+                continue
+            news.put((host, said))
+        complaining.join(1.0)
+        news.put((host, {"kind": "gone", "code": process.wait()}))
+
+    complaining = threading.Thread(target=complain, daemon=True)
+    complaining.start()
+    threading.Thread(target=listen, daemon=True).start()
+    return host
+
+
+def _why_not(host: Host) -> str | None:
+    if host.up:
+        return None
+    if host.code is None:
+        return f"no answer within {UP_SECONDS:g} s"
+    said = [line for line in host.complaints if line.strip()]
+    return said[-1].strip() if said else f"ssh ended with exit code {host.code}"
+
+
+def _skew(hosts: Sequence[Host]) -> list[str]:
+    """Versions that differ from the first host's."""
+    first = hosts[0]
+    return [
+        f"host {host.name}: has {name} {version}, but {first.name} has {wanted}"
+        for host in hosts[1:]
+        if host.up and first.up
+        for name, wanted in first.up["versions"].items()
+        if (version := host.up["versions"].get(name)) != wanted
+    ]
+
+
+def _ranks_of(words: Sequence[str], num_hosts: int) -> int:
+    """Ranks a host, where only --ep says how many there are in all; else one."""
+    text = " ".join(words)
+    match = re.search(r"--ep[= ](\d+)(?!\S)", text)
+    total = int(match[1]) if match else num_hosts
+    return max(1, total // max(1, num_hosts))
+
+
+def _environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What hosts get of our environment: how libraries talk to the network, and our own."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(HANDED_ON) and name not in _NOT_HANDED_ON
+    }
+    return {**kept, "MOESERVE_ONE_TERMINAL": "1"}
+
+
+def _end(hosts: Sequence[Host], seconds: float = 5.0) -> None:
+    """Each ssh ends with what it runs; one that does not is killed, and the host then sees its line
+    cut."""
+    deadline = time.monotonic() + seconds
+    for host in hosts:
+        try:
+            host.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            host.process.kill()
+            host.process.wait()
