@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.bench.serve_flags import Ask, with_ask
 from launch.commands import Command, Group
 from launch.settings import OFFLINE, Given, with_settings
 
@@ -29,12 +30,24 @@ class _BenchGroup(Group):
 bench_app = typer.Typer(
     name="bench",
     cls=_BenchGroup,
-    help="Measure: a checkpoint offline, the two all-to-alls of a layer.",
+    help="Measure: a server under load, a checkpoint offline, the two all-to-alls of a layer.",
     epilog="`bench CHECKPOINT` is `bench offline CHECKPOINT`.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@bench_app.command(cls=Command)
+@with_ask()
+def serve(ask: Ask) -> None:
+    """Drive any OpenAI-style server, and report tokens/s of node and GPU, latencies, errors.
+
+    Ctrl-C ends it with the report of what was done. Exit code 1: answers are missing or too short.
+    """
+    from launch.bench.serve import serve as run
+
+    run(ask)
 
 
 @bench_app.command(cls=Command)

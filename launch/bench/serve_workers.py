@@ -1,0 +1,116 @@
+"""The load spread over several processes, where one cannot send or read as fast as it should.
+
+Conversation k is worker k modulo N's; all begin at the same moment. Knows processes and how their
+parts become one again; nothing of calls.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+from launch.bench.serve_call import Target
+from launch.bench.serve_drive import Driven, Share, Tally, drive
+from launch.bench.serve_load import Load
+from launch.bench.serve_prompts import PromptMaker
+from moeserve.errors import MoeserveError
+
+_START = 1.0  # seconds for processes to be there, beside what they take to import
+_FIELDS = len(Tally().numbers())
+
+
+def drive_together(
+    workers: int,
+    load: Load,
+    target: Target,
+    maker: PromptMaker,
+    tally: Tally,
+    watch: Callable[[], None],
+    keep_prompts: bool = False,
+) -> Driven:
+    """As `drive`, in so many processes; in this one where it is one."""
+    if workers == 1:
+        return drive(load, target, maker, tally, watch=watch, keep_prompts=keep_prompts)
+    context = multiprocessing.get_context("spawn")
+    counts = context.Array("q", workers * _FIELDS, lock=False)
+    lines, processes = [], []
+    for index in range(workers):
+        ours, theirs = context.Pipe()
+        share = Share(index, workers)
+        arguments = (theirs, counts, share, load, target, maker, keep_prompts)
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        lines.append(ours)
+        processes.append(process)
+    try:
+        for line in lines:
+            _receive(line)  # it is there
+        start = time.monotonic() + _START
+        for line in lines:
+            line.send(start)
+        waiting = list(lines)
+        parts: list[Driven] = []
+        while waiting:
+            try:
+                there = connection.wait(waiting, 0.2)
+                for line in [x for x in waiting if x in there]:
+                    parts.append(_receive(line))
+                    waiting.remove(line)
+            except KeyboardInterrupt:
+                continue  # the workers have heard it too, and bring what was done
+            sums = [sum(counts[field::_FIELDS]) for field in range(_FIELDS)]
+            tally.sent, tally.ended, tally.failed, tally.tokens = sums
+            watch()
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    return _joined(parts, workers)
+
+
+def _receive(line: connection.Connection) -> Any:
+    try:
+        return line.recv()
+    except EOFError:
+        raise MoeserveError("a worker of the load generator ended without its results") from None
+
+
+def _work(
+    line: connection.Connection,
+    counts: Any,
+    share: Share,
+    load: Load,
+    target: Target,
+    maker: PromptMaker,
+    keep_prompts: bool,
+) -> None:
+    tally = Tally()
+    first = share.index * _FIELDS
+
+    def tell() -> None:
+        counts[first : first + _FIELDS] = tally.numbers()
+
+    line.send(None)
+    start = line.recv()
+    driven = drive(
+        load, target, maker, tally, share=share, start=start, watch=tell, keep_prompts=keep_prompts
+    )
+    tell()
+    line.send(driven)
+
+
+def _joined(parts: list[Driven], workers: int) -> Driven:
+    whole = Driven(workers=workers)
+    for part in parts:
+        whole.calls += part.calls
+        whole.prompts += part.prompts
+        whole.lags += part.lags
+    whole.seconds = max(x.seconds for x in parts)
+    whole.cpu_share = max(x.cpu_share for x in parts)
+    whole.interrupted = any(x.interrupted for x in parts)
+    return whole
