@@ -222,6 +222,32 @@ app.command(cls=Command)(plan)
 
 
 @app.command(cls=Command)
+def trace(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Of a server, such as http://127.0.0.1:8000")
+    ],
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps that have tokens; 1000 at most")
+    ] = 32,
+    seconds: Annotated[
+        float, typer.Option(metavar="SEC", help="End by then, with the steps that came")
+    ] = 60.0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="For Perfetto (.json)")] = Path(
+        "trace.json"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="MOESERVE_ADMIN_KEY", help="If the server asks for one"),
+    ] = None,
+) -> None:
+    """Trace steps of all ranks of a server to one Perfetto file; says who waits for whom."""
+    from launch.trace import TraceCommand
+
+    TraceCommand(url, out, steps, seconds, json, admin_key).run()
+
+
+@app.command(cls=Command)
 def version() -> None:
     """Print versions of moeserve and of what it computes with."""
     from launch.version import print_version

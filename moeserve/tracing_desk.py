@@ -44,6 +44,7 @@ class TraceDesk:
         self._collector: TraceCollector | None = None  # of the trace being taken
         self._changed = asyncio.Event()
         self._lost: str | None = None
+        self._stopped = False  # by whoever called `stop`
 
     def state(self) -> dict[str, Any]:
         """As plain data."""
@@ -56,6 +57,14 @@ class TraceDesk:
             "wanted_steps": self._collector.wanted_steps,
             "bytes": self._collector.nbytes,
         }
+
+    def stop(self) -> None:
+        """End the trace that is being taken, with the steps it has; whoever awaits it gets them.
+        TraceConflict: there is none."""
+        if self._collector is None:
+            raise TraceConflict("no trace is being taken: POST /debug/trace")
+        self._stopped = True
+        self._changed.set()
 
     async def take(
         self, steps: int, seconds: float, hurry: Callable[[], str | None] = lambda: None
@@ -71,13 +80,14 @@ class TraceDesk:
                 f"{self._collector.wanted_steps} steps so far); wait for its end"
             )
         self._number += 1
-        number = self._number
+        number, self._stopped = self._number, False
         collector = self._collector = TraceCollector(number, self._num_ranks, steps)
         try:
             self._tell(StartTrace(number, steps))
             reason = await self._end_of(collector, seconds, hurry)
             if reason is not None and self._lost is None:
                 self._tell(StopTrace(number))
+                self._stopped = False
                 late = await self._end_of(collector, ANSWER_SECONDS, lambda: None)
                 if late is not None and self._lost is None:
                     ranks = ", ".join(map(str, collector.silent[:4]))
@@ -111,6 +121,8 @@ class TraceDesk:
         while not collector.ended:
             if self._lost is not None:
                 return self._lost
+            if self._stopped:
+                return "it was told to stop"
             if (reason := hurry()) is not None:
                 return reason
             left = deadline - time.monotonic()

@@ -68,10 +68,11 @@ class ExpertsHttp:
         return self._json(self._send("POST", path, json=body))
 
     def post_for_bytes(
-        self, path: str, seconds: float | None = STOP_SECONDS, **query: Any
+        self, path: str, seconds: float | None = STOP_SECONDS, body: Any = None, **query: Any
     ) -> tuple[bytes, Mapping[str, str]]:
         """(content, headers). seconds: without a byte; None: for ever."""
-        answer = self._send("POST", path, timeout=httpx.Timeout(seconds, connect=5), params=query)
+        patience = httpx.Timeout(seconds, connect=5)
+        answer = self._send("POST", path, timeout=patience, params=query, json=body)
         return answer.content, answer.headers
 
     def _send(self, method: str, path: str, **arguments: Any) -> httpx.Response:

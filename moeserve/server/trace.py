@@ -83,6 +83,12 @@ def add_trace(app: FastAPI, service: Service, read_body: ReadBody, schema: Any) 
         content = await asyncio.to_thread(as_chrome, trace)
         return Response(content, media_type="application/json", headers=headers)
 
+    @app.post("/debug/trace/stop", summary="End the trace")
+    async def stop() -> Response:
+        """End the trace that is being taken: whoever asked for it gets the steps so far."""
+        desk.stop()
+        return JsonBytes(desk.state())
+
 
 def as_chrome(trace: JobTrace) -> str:
     """With the clocks of its ranks aligned."""
