@@ -15,7 +15,7 @@ import typer
 
 from launch.bench.app import bench_app
 from launch.capacity.command import plan
-from launch.cluster.app import launch_app
+from launch.cluster.app import launch_app, status, stop
 from launch.commands import Command, Group
 from launch.experts.app import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
@@ -219,6 +219,8 @@ app.add_typer(launch_app)
 
 
 app.command(cls=Command)(plan)
+app.command(cls=Command)(status)
+app.command(cls=Command)(stop)
 
 
 @app.command(cls=Command)

@@ -32,7 +32,7 @@ _Output = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help=r"Folder of the job; under Slurm all nodes see it [dim]\[default: moeserve-jobs/...][/]",
+        help=r"Its folder; under Slurm seen by all nodes [dim]\[default: moeserve-jobs/...][/]",
         rich_help_panel=FILES,
     ),
 ]
@@ -192,3 +192,32 @@ def hosts(
         words=tuple(words or ()),
     )
     raise typer.Exit(launch.run())
+
+
+_Job = Annotated[
+    str | None,
+    typer.Argument(metavar="JOB", help="URL, id, Slurm's number or folder; or the only one here"),
+]
+
+
+def status(
+    job: _Job = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> None:
+    """Show a job: nodes, ranks, stage, address, requests, dispatch, health. Or list all of them.
+
+    Exit code 0 when the job takes requests, 1 when it does not.
+    """
+    from launch.cluster.status import status as run
+
+    raise typer.Exit(run(job, json))
+
+
+def stop(
+    job: _Job = None,
+    now: Annotated[bool, typer.Option("--now", help="Cut running requests off")] = False,
+) -> None:
+    """Stop a job: running requests may end first."""
+    from launch.cluster.stop import stop as run
+
+    raise typer.Exit(run(job, now))
