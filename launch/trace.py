@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.experts.http import ExpertsHttp
 from moeserve.errors import ConfigError, MoeserveError
+from moeserve.terminal import counted
 
 if TYPE_CHECKING:
     from moeserve.tracing_clocks import Offset
@@ -185,7 +186,8 @@ def save_and_tell(trace: JobTrace, output: Path, as_json: bool, source: str) -> 
         return
     print(
         f"{output}: steps {report['first_step']} to {report['last_step']} ({trace.num_steps}) of "
-        f"{report['ranks']} ranks on {len(report['hosts'])} hosts, {report['spans']} spans, "
+        f"{counted(len(trace.ranks), 'rank')} on {counted(len(report['hosts']), 'host')}, "
+        f"{report['spans']} spans, "
         f"{report['bytes'] / 1e6:.1f} MB; open it at ui.perfetto.dev or chrome://tracing"
     )
     if worst := max((x.error for x in found), default=0):
@@ -235,8 +237,8 @@ def _show(skew: Skew) -> None:
         print(f"the {len(most)} of {len(skew.ranks)} ranks that wait least are shown")
     for z in skew.blames:
         print(
-            f"late by {_ms(z.seconds)} ms a step: rank {z.rank}, {z.part} ({z.share:.0%} of all "
-            "that last ranks took longer for than the median)"
+            f"late by {_ms(z.seconds)} ms a step: rank {z.rank}, {z.part} ({z.share:.0%} of what "
+            "last ranks took longer for than the median)"
         )
 
 

@@ -34,15 +34,13 @@ class TraceBody(AnyBody):
     """POST /debug/trace; may be empty."""
 
     steps: Annotated[
-        int, Field(ge=1, le=MAX_TRACE_STEPS, description=f"steps, 1 to {MAX_TRACE_STEPS}")
+        int, Field(ge=1, le=MAX_TRACE_STEPS, description=f"1 to {MAX_TRACE_STEPS}")
     ] = DEFAULT_STEPS
     seconds: Annotated[
         float,
-        Field(gt=0, le=MAX_SECONDS, description=f"end by then; above 0, {MAX_SECONDS:g} at most"),
+        Field(gt=0, le=MAX_SECONDS, description=f"above 0, {MAX_SECONDS:g} at most"),
     ] = DEFAULT_SECONDS
-    format: Annotated[
-        Literal["chrome", "raw"], Field(description="chrome (trace event JSON) or raw (bytes)")
-    ] = "chrome"
+    format: Annotated[Literal["chrome", "raw"], Field(description="chrome or raw")] = "chrome"
 
 
 def add_trace(app: FastAPI, service: Service, read_body: ReadBody, schema: Any) -> None:
