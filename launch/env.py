@@ -1,21 +1,41 @@
-"""RankEnv: what torchrun (or our launcher) tells a process about its place in the job.
+"""RankEnv: what torchrun, srun or our launcher tells a process about its place in the job.
 
-The environment is read here, once. Knows variable names and their grammar; opens nothing.
+The environment is read here, once. RANK and WORLD_SIZE come first: where torchrun runs inside of
+srun, its processes have SLURM_* of the task that torchrun is (`launch.slurm_env`), which then says
+nothing of ranks. Knows variable names and their grammar; opens nothing.
 """
 
 from __future__ import annotations
 
+import enum
+import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from launch.slurm_env import SlurmTask
 from moeserve.errors import ConfigError
 
 FRONT_END = "MOESERVE_FRONTEND"  # address of a front end that exists already
 THREADS = "MOESERVE_THREADS"  # threads a rank, chosen by the launcher
 ERRORS = "MOESERVE_ERRORS"  # the file in which ranks tell our launcher why they failed
 SUPERVISOR = "MOESERVE_SUPERVISOR"  # pid of our launcher: it prints the failures, ranks do not
+RESTARTS = "MOESERVE_RESTARTS"  # JSON, by our launcher: how often and why it has started again
+# "1": the output of all nodes comes to one terminal, so that the job says a thing once, not each
+# node (srun does so by itself).
+ONE_TERMINAL = "MOESERVE_ONE_TERMINAL"
+
+
+class Launcher(enum.Enum):
+    """Who started this process as a rank, in words."""
+
+    OURS = "moeserve"
+    TORCHRUN = "torchrun"
+    SLURM = "srun"
+    ALONE = "nobody"
 
 
 @dataclass(frozen=True)
@@ -32,16 +52,37 @@ class RankEnv:
     front_end: str | None = None
     threads: int | None = None
     supervisor: int | None = None
+    launcher: Launcher = Launcher.TORCHRUN
+    node_name: str = ""  # as the launcher calls this node; else its host name
+    agent_store: bool = False  # the store is the launcher's; else rank 0 hosts it
+    one_terminal: bool = False  # what all nodes print is seen together
+    local_size_given: bool = True  # else all ranks were taken to be on one machine
+    restarts: Mapping[str, Any] | None = None  # RESTARTS
 
     @property
     def num_nodes(self) -> int:
         return max(1, self.size // self.local_size)
 
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_size
+
+    @property
+    def hosts_store(self) -> bool:
+        return self.rank == 0 and self.size > 1 and not self.agent_store
+
+    @property
+    def here(self) -> str:
+        """The name of this node."""
+        return self.node_name or socket.gethostname()
+
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> RankEnv | None:
-        """None outside of a job (no RANK and no WORLD_SIZE); ConfigError if the set is broken."""
+        """None outside of a job (no RANK, no WORLD_SIZE, no task of several); ConfigError if the
+        set is broken."""
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return None
+            task = SlurmTask.read(environ)
+            return None if task is None else cls._of_task(task, environ)
         problems: list[str] = []
 
         def number(name: str, default: int | None = None) -> int:
@@ -77,6 +118,7 @@ class RankEnv:
         if problems:
             raise ConfigError(problems)
         own = {k: int(v) for k in (THREADS, SUPERVISOR) if (v := environ.get(k, "")).isdecimal()}
+        ours = SUPERVISOR in own
         return cls(
             rank=rank,
             size=size,
@@ -88,13 +130,46 @@ class RankEnv:
             front_end=environ.get(FRONT_END) or None,
             threads=own.get(THREADS),
             supervisor=own.get(SUPERVISOR),
+            launcher=Launcher.OURS if ours else Launcher.TORCHRUN,
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            one_terminal=ours or size == local_size or environ.get(ONE_TERMINAL) == "1",
+            local_size_given="LOCAL_WORLD_SIZE" in environ,
+            restarts=json.loads(environ[RESTARTS]) if ours and RESTARTS in environ else None,
+        )
+
+    @classmethod
+    def _of_task(cls, task: SlurmTask, environ: Mapping[str, str]) -> RankEnv:
+        """MASTER_ADDR and MASTER_PORT win where a script has set them; so does OMP_NUM_THREADS,
+        which srun hands on as it was."""
+        port = environ.get("MASTER_PORT") or str(task.port)
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError([f"MASTER_PORT={port!r}: must be a port, 1 to 65535"])
+        threads = environ.get("OMP_NUM_THREADS", "")
+        cpus = min(task.threads, usable_cores()) if task.threads else None
+        return cls(
+            rank=task.task,
+            size=task.num_tasks,
+            local_rank=task.local,
+            local_size=task.num_local,
+            master_addr=environ.get("MASTER_ADDR") or task.head,
+            master_port=int(port),
+            front_end=environ.get(FRONT_END) or None,
+            threads=int(threads) if threads.isdecimal() else cpus,
+            launcher=Launcher.SLURM,
+            node_name=task.node_name,
+            one_terminal=True,
         )
 
     @classmethod
     def alone(cls) -> RankEnv:
         """The only rank of a job of one, in this very process: OMP_NUM_THREADS is the user's."""
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        return cls(0, 1, 0, 1, "", 0, threads=int(threads) if threads.isdecimal() else None)
+        return cls(
+            *(0, 1, 0, 1, "", 0),
+            threads=int(threads) if threads.isdecimal() else None,
+            launcher=Launcher.ALONE,
+            one_terminal=True,
+        )
 
 
 def error_file(environ: Mapping[str, str]) -> Path | None:

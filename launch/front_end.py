@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, JobDied, MoeserveError, RankDied
 from moeserve.lifeline import LIFELINE, when_parent_ends
 
+_LOST = re.compile(r"rank (\d+) died: (.*)")  # RankDied's text
 LAST_WORDS_SECONDS = 3.0  # the death of a rank is known and told within one
 
 
@@ -39,6 +41,7 @@ class FrontEndProcess:
         num_ranks: int,
         bind_host: str,
         on_ready: Callable[[str], None] = lambda url: None,
+        on_lost: Callable[[int, str], None] = lambda rank, reason: None,
     ) -> None:
         """Blocks until both sockets are bound. ConfigError if they cannot be (port taken, ...)."""
         settings_read, settings_write = os.pipe()
@@ -63,7 +66,7 @@ class FrontEndProcess:
         with os.fdopen(settings_write, "w") as settings:
             settings.write(config.model_dump_json())
         self._news = os.fdopen(news_read)
-        self._on_ready = on_ready
+        self._on_ready, self._on_lost = on_ready, on_lost
         self.url = ""
         self.address = self._expect("engine")
         self.url = self._expect("http")
@@ -86,6 +89,8 @@ class FrontEndProcess:
             news = json.loads(line)
             if news["what"] == "ready":
                 self._on_ready(news["value"])
+            elif news["what"] == "failed" and (lost := _LOST.match(news["value"])):
+                self._on_lost(int(lost[1]), lost[2])
 
     @property
     def pid(self) -> int:

@@ -5,20 +5,23 @@ Knows addresses, interfaces and torch.distributed. Knows nothing of experts or r
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import PrefixStore, Store
 
 from ep.group import EPGroup
 from launch.env import RankEnv
+from launch.interface import Interface, choose_interface
+from launch.last_words import LastWords
+from launch.node_facts import look
+from launch.rendezvous import Meeting, alone, meet, open_store
+from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+from moeserve.terminal import say
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
 # A rank may still read weights when another waits for it; a dead peer is noticed at once anyway.
 GROUP_TIMEOUT = timedelta(minutes=10)
 
@@ -29,6 +32,7 @@ class Job:
 
     group: EPGroup
     store: Store | None
+    meeting: Meeting = Meeting()
     said_alone: set[str] = field(default_factory=set)
 
     def share(self, key: str, value: str | None) -> str:
@@ -61,13 +65,51 @@ class Job:
             return False
 
 
-def open_job(env: RankEnv) -> Job:
-    """Join the job's groups. They end with the process: taking gloo apart while a peer still runs
-    can abort this one."""
+def open_job(
+    env: RankEnv,
+    config: ServeConfig | None = None,
+    problems: Sequence[str] = (),
+    *,
+    on_store: Callable[[LastWords], None] = lambda words: None,
+) -> Job:
+    """Meet the other ranks, then join the job's groups. These end with the process: taking gloo
+    apart while a peer still runs can abort this one.
+
+    config: None where this rank's settings cannot be used, for the `problems` that are given.
+    on_store: hears of the way to tell peers, before anything that can fail on all ranks alike.
+    ConfigError: what is wrong on any rank, the same on all.
+    """
     if env.size == 1:
-        return Job(EPGroup.single(), None)
-    choose_interface(env)
-    dist.init_process_group("gloo", init_method="env://", timeout=GROUP_TIMEOUT)
+        if problems:
+            raise ConfigError([*problems])
+        return Job(EPGroup.single(), None, Meeting((env.here,), (), alone(env)))
+    found = [*problems]
+    interface = _interface(env, config, found)
+    # Between nodes it was asked for, or it would have been a problem.
+    loopback = interface is not None and interface.is_loopback
+    try:
+        store = open_store(env, loopback=loopback)
+    except ConfigError as error:
+        raise ConfigError(list(dict.fromkeys([*found, *error.problems]))) from None
+    words = LastWords(store, env)
+    on_store(words)
+    usable = config if not problems else None
+    meeting = meet(PrefixStore("meet", store), env, look(env, usable, interface, found))
+    words.names = meeting.names
+    store.set_timeout(GROUP_TIMEOUT)
+    quiet = config is not None and config.engine.quiet
+    if env.num_nodes > 1 and not quiet and words.first_to("notes"):
+        for note in meeting.notes:
+            say(note)
+    assert interface is not None, "without one there was a problem"
+    interface.use()
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("default_pg", store),
+        rank=env.rank,
+        world_size=env.size,
+        timeout=GROUP_TIMEOUT,
+    )
     # Lockstep gets a group of its own: its messages must not queue behind the all-to-alls.
     cpu_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     group = EPGroup(
@@ -76,69 +118,15 @@ def open_job(env: RankEnv) -> Job:
         ranks_per_node=env.local_size,
         device_group=dist.group.WORLD,
         cpu_group=cpu_group,
-        host=reachable_host(env),
+        host=interface.address,
+        node_names=meeting.names,
     )
-    return Job(group, dist.distributed_c10d._get_default_store())
+    return Job(group, PrefixStore("job", store), meeting)
 
 
-def choose_interface(env: RankEnv) -> None:
-    """Set or check the interface gloo listens on, before the first group is made.
-
-    One machine: loopback, whatever its name resolves to. Several: the user's choice, else the
-    address the host name resolves to, which must not be loopback: gloo would tell the other
-    machines to connect to themselves and all would wait for the timeout.
-    """
-    interfaces = {
-        name: [a.address for a in addresses if a.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-    chosen = os.environ.get(INTERFACE)
-    if chosen:
-        missing = [name for name in chosen.split(",") if name not in interfaces]
-        if missing:
-            raise ConfigError(
-                [f"{INTERFACE}={chosen!r}: no interface {missing[0]!r}; {_choices(interfaces)}"]
-            )
-        return
-    if env.num_nodes == 1:
-        loopback = [n for n, found in interfaces.items() if "127.0.0.1" in found]
-        if loopback:
-            os.environ[INTERFACE] = loopback[0]
-        return
-    name = socket.gethostname()
+def _interface(env: RankEnv, config: ServeConfig | None, problems: list[str]) -> Interface | None:
     try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise ConfigError(
-            [
-                f"host name {name!r} does not resolve ({error}); set {INTERFACE}; "
-                f"{_choices(interfaces)}"
-            ]
-        ) from None
-    if address.startswith("127."):
-        raise ConfigError(
-            [
-                f"host name {name!r} resolves to {address}, which other machines cannot reach; set "
-                f"{INTERFACE} or mend /etc/hosts; {_choices(interfaces)}"
-            ]
-        )
-
-
-def reachable_host(env: RankEnv) -> str:
-    """The address at which ranks on all machines reach a socket of this one."""
-    if env.num_nodes == 1:
-        return "127.0.0.1"
-    chosen = os.environ.get(INTERFACE, "").split(",")[0]
-    for address in psutil.net_if_addrs().get(chosen, []):
-        if address.family == socket.AF_INET:
-            return address.address
-    return socket.gethostbyname(socket.gethostname())
-
-
-def _choices(interfaces: dict[str, list[str]]) -> str:
-    usable = [
-        f"{name} ({addresses[0]})"
-        for name, addresses in sorted(interfaces.items())
-        if addresses and not addresses[0].startswith("127.")
-    ]
-    return f"usable here: {', '.join(usable) or 'none'}"
+        return choose_interface(env, None if config is None else config.parallel.interface)
+    except ConfigError as error:
+        problems += error.problems
+        return None

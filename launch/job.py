@@ -9,16 +9,19 @@ file is made: reasons come through one without a name. Knows processes; nothing 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 
 import psutil
 
-from launch.env import ERRORS, FRONT_END, SUPERVISOR, THREADS, usable_cores
+from launch.env import ERRORS, FRONT_END, RESTARTS, SUPERVISOR, THREADS, usable_cores
 from launch.failure import Failure, first_cause, read
 from launch.front_end import python_command, python_environment
 from launch.signals import StopSignals, adopt_orphans
@@ -30,6 +33,7 @@ HURRY_SECONDS = 2.5  # what ranks may take to end after a second signal
 POLL_SECONDS = 0.1  # how soon the agent sees that a rank died
 ORPHAN_SECONDS = 3.5  # what a front end without its rank 0 may take to end its streams
 RANK_BYTES = 200_000_000  # private memory of a rank of the smallest model
+STEADY_SECONDS, MOST_WAIT_SECONDS = 300.0, 30.0  # of `_Restarts`
 RANKS_PER_CORE = 16  # more is a slip: that many would start for minutes and serve nobody
 
 
@@ -39,66 +43,131 @@ def run_job(
     front_end: str | None = None,
     *,
     endless: bool = True,
+    restarts: int = 0,
 ) -> Failure | None:
     """Run `python -m moeserve ARGUMENTS` as every rank; block until all ended.
 
     None when all ended with 0, else the first cause. endless: being told to stop is a good end. The
     survivors of a death are told to stop and are killed if they do not. If this process is killed,
-    the kernel kills the ranks.
+    the kernel kills the ranks. restarts: how often all of it may start again (`_Restarts`).
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     _check_room(num_ranks)
-    # Its warnings tell of signals that we sent and of failures that we report.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    errors = NamelessFile()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=POLL_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # its word for no folder
-        signals_to_handle="SIGQUIT",  # the others are handled below
-    )
-    os.environ |= _rank_environment(front_end, errors)
-    command = [*python_command("moeserve"), *arguments]
+    policy = _Restarts(restarts)
     adopt_orphans()
-    hurry, ended = threading.Event(), threading.Event()
+    ranks = _Ranks(num_ranks, arguments, front_end)
+    with StopSignals(drain=ranks.drain, now=ranks.hurry) as stop:
+        while True:
+            began = time.monotonic()
+            failure = ranks.run(stop, policy)
+            if failure is None or stop.asked.is_set():
+                break
+            wait = policy.wait_after(failure, time.monotonic() - began)
+            if wait is None:
+                break
+            if stop.asked.wait(wait):  # nothing runs any more
+                failure = None
+                break
+    stopped = stop.asked.is_set() and failure is None and not endless
+    return Failure(-1, 128 + signal.SIGINT, "stopped before it was done") if stopped else failure
 
-    def now() -> None:
+
+class _Restarts:
+    """Whether and when all ranks start again after one died: up to `most` times, after 1, 2, 4 ...
+    seconds (at most MOST_WAIT; from 1 again after a job that ran for STEADY). What settings or
+    files are to blame for would end the same way again."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.reasons: list[str] = []
+        self._quick = 0  # failures in a row, without a steady run between them
+
+    def wait_after(self, failure: Failure, ran: float) -> float | None:
+        """Seconds, said on the terminal with the reason; None: no more."""
+        if self.most == 0 or failure.exit_code == ConfigError.exit_code:
+            return None
+        if len(self.reasons) >= self.most:
+            say(f"not started again: --max-restarts {self.most} are used up")
+            return None
+        self._quick = 0 if ran > STEADY_SECONDS else self._quick
+        wait = min(2.0**self._quick, MOST_WAIT_SECONDS)
+        self._quick += 1
+        died = failure.exit_code < 0 and failure.rank >= 0
+        who = f"rank {failure.rank}{' died' if died else ''}: " if failure.rank >= 0 else ""
+        self.reasons.append(f"{who}{failure.reason.partition(chr(10))[0]}")
+        print(failure.details, end="", file=sys.stderr)
+        say(self.reasons[-1])
+        say(f"restart {len(self.reasons)} of {self.most} in {wait:g} s")
+        return wait
+
+    @property
+    def environment(self) -> dict[str, str]:
+        state = {"count": len(self.reasons), "max": self.most, "reasons": self.reasons[-8:]}
+        return {RESTARTS: json.dumps(state)} if self.most else {}
+
+
+class _Ranks:
+    """All ranks of one job, started once or several times one after the other."""
+
+    def __init__(self, num_ranks: int, arguments: Sequence[str], front_end: str | None) -> None:
+        self._num_ranks, self._front_end = num_ranks, front_end
+        self._command = [*python_command("moeserve"), *arguments]
+        self._hurry, self._ended = threading.Event(), threading.Event()
+
+    def drain(self) -> None:
+        _to_children(signal.SIGTERM)
+
+    def hurry(self) -> None:
         say("stopping at once")
-        hurry.set()
+        self._hurry.set()
         _to_children(signal.SIGTERM)  # their second one: streams get a last word
-        ended.wait(HURRY_SECONDS)
+        self._ended.wait(HURRY_SECONDS)
         _to_children(signal.SIGKILL)
 
-    with StopSignals(drain=lambda: _to_children(signal.SIGTERM), now=now) as stop:
+    def run(self, stop: StopSignals, policy: _Restarts) -> Failure | None:
+        """Until all have ended: None if that was wanted, or well done."""
+        errors = NamelessFile()
+        self._ended.clear()
+        os.environ |= _rank_environment(self._front_end, errors) | policy.environment
         try:
-            elastic_launch(config, entrypoint=command[0])(*command[1:])
+            return self._watch(stop, errors)
+        finally:
+            self._ended.set()
+            _clear(0.0 if self._hurry.is_set() else ORPHAN_SECONDS)
+            errors.close()
+
+    def _watch(self, stop: StopSignals, errors: NamelessFile) -> Failure | None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        # Its warnings tell of signals that we sent and of failures that we report.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self._num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            rdzv_configs={"is_host": True},
+            local_addr="127.0.0.1",
+            max_restarts=0,  # ours (`_Restarts`) know configuration errors, and wait
+            monitor_interval=POLL_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # its word for no folder
+            signals_to_handle="SIGQUIT",  # the others are ours
+        )
+        try:
+            elastic_launch(config, entrypoint=self._command[0])(*self._command[1:])
         except ChildFailedError as error:
             codes = {rank: f.exitcode for rank, f in error.failures.items()}
             cause = first_cause(*read(codes, errors.read()))
             # What was asked for is no failure: ranks killed, or left by their peers at a stop.
-            wanted = hurry.is_set() or (stop.asked.is_set() and cause.secondary)
-            if not wanted:
-                return cause
+            wanted = self._hurry.is_set() or (stop.asked.is_set() and cause.secondary)
+            return None if wanted else cause
         except SignalException as error:  # the agent stopped the ranks
             return Failure(-1, 1, f"stopped by {signal.Signals(error.sigval).name}")
-        finally:
-            ended.set()
-            _clear(0.0 if hurry.is_set() else ORPHAN_SECONDS)
-            errors.close()
-    stopped = stop.asked.is_set() and not endless
-    return Failure(-1, 128 + signal.SIGINT, "stopped before it was done") if stopped else None
+        return None
 
 
 def _check_room(num_ranks: int) -> None:

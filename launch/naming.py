@@ -15,8 +15,8 @@ from typing import Any
 
 _SETTING = re.compile(r"(?<![\w./])([a-z_]+)\.([a-z_]+)(=?)")
 # What stands first: a setting, a section in brackets, or a key that is no section.
-_HEAD = re.compile(r"(?P<who>rank \d+: )?(?P<name>[\w.]+|\[\w+\])(?=[=: ])")
-_CACHE = re.compile(r"^(rank \d+: )?cache: (?=kv_(?:tokens|memory)=)")
+_HEAD = re.compile(r"(?P<who>(?:rank|node) [^:]+: )?(?P<name>[\w.]+|\[\w+\])(?=[=: ])")
+_CACHE = re.compile(r"^((?:rank|node) [^:]+: )?cache: (?=kv_(?:tokens|memory)=)")
 ARGUMENT = "CHECKPOINT"
 
 

@@ -1,5 +1,7 @@
 """One rank as a process: its place, threads and groups, and the ways of ending.
 
+Several machines: what one rank has to say, the terminals of all show once (`launch.last_words`).
+
 A rank always leaves by `os._exit`, after a failure with the reason in the error file: a process
 that unwinds past a broken gloo group, or takes apart one whose peers still run, can hang or abort.
 What it does in between is handed in (serving: `launch.serving_rank`; measuring:
@@ -10,32 +12,46 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
 from ep.peer_loss import is_lost_peer
 from launch.cluster.stages import ENDED, FAILED, RENDEZVOUS, STARTING, StageFile
-from launch.env import RankEnv, use_threads
+from launch.env import Launcher, RankEnv, use_threads
 from launch.failure import LOST_PEER, exit_code_of, is_typed, reason_of, write
 from launch.processes import is_alive, leave, siblings
 from launch.signals import StopSignals, die_with_parent
 from launch.torchrun_folder import TorchrunFolder
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, RankDied, Unmet
 from moeserve.terminal import say
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
     from launch.groups import Job
+    from launch.last_words import Cause, LastWords
     from moeserve.build import Progress
     from moeserve.engine import Engine
 
 # After a peer died: time for the launcher to see that death before it sees ours, and for the loop
 # to find out and say so.
 PEER_LOSS_SECONDS = 2.0
+# What the rank that hosts the store waits for the others to have read it.
+LINGER_SECONDS = 3.0
 STOPPED = "stopped"  # what the ranks of a job say once through the store
+
+
+def settings_on_rank(
+    read: Callable[[], ServeConfig], env: RankEnv
+) -> tuple[ServeConfig, list[str]]:
+    """The settings of this rank and [], or any settings and what is wrong with its own: the other
+    ranks are told of it where all meet, so that nobody waits for one that has left already."""
+    try:
+        return check_size(read(), env), []
+    except ConfigError as error:
+        return ServeConfig(), error.problems
 
 
 def check_size(config: ServeConfig, env: RankEnv) -> ServeConfig:
@@ -44,12 +60,16 @@ def check_size(config: ServeConfig, env: RankEnv) -> ServeConfig:
         parallel = config.parallel.model_copy(update={"ep": env.size})
         return config.model_copy(update={"parallel": parallel})
     if config.parallel.ep != env.size:
-        raise ConfigError(
-            [
-                f"parallel.ep={config.parallel.ep}: this job was started with WORLD_SIZE="
-                f"{env.size} ranks; leave --ep out or give --ep {env.size}"
-            ]
-        )
+        ep = config.parallel.ep
+        started = f"this job was started with WORLD_SIZE={env.size} ranks"
+        remedy = f"leave --ep out or give --ep {env.size}"
+        if env.launcher is Launcher.SLURM:
+            started = f"srun started {env.size} tasks (SLURM_STEP_NUM_TASKS), each of them a rank"
+            remedy += f", or give srun --ntasks {ep}"
+            if ep % env.size == 0:
+                per_node = ep // env.num_nodes
+                remedy += f" (or, one task a node, torchrun --nproc-per-node {per_node} within it)"
+        raise ConfigError([f"parallel.ep={ep}: {started}; {remedy}"])
     return config
 
 
@@ -66,11 +86,18 @@ class RankProcess:
     """This process as rank `env.rank`. `run` does not return: it ends the process."""
 
     def __init__(
-        self, config: ServeConfig, env: RankEnv, words: Callable[[str], str] = lambda p: p
+        self,
+        config: ServeConfig,
+        env: RankEnv,
+        words: Callable[[str], str] = lambda p: p,
+        problems: Sequence[str] = (),
     ) -> None:
-        """words: names the settings of a problem as they were given (Given.in_users_words)."""
+        """words: names the settings of a problem as they were given (Given.in_users_words).
+        problems: with this rank's own settings (`settings_on_rank`)."""
         self.config, self.env, self._words = config, env, words
+        self._problems = problems
         self.job: Job | None = None
+        self.last_words: LastWords | None = None  # None: no store, or not yet
         self.stopping = StopSignals(drain=self._asked, now=self.hurry)
         self._siblings: list[psutil.Process] = []
         self.stages = StageFile(os.environ, env.rank)
@@ -84,7 +111,9 @@ class RankProcess:
                 from launch.groups import open_job
 
                 self.stages.tell(RENDEZVOUS)
-                self.job = open_job(self.env)
+                self.job = open_job(
+                    self.env, self.config, self._problems, on_store=self._store_is_there
+                )
                 self._siblings = siblings()
                 body(self.job)
                 self.finish()
@@ -92,6 +121,9 @@ class RankProcess:
                 self.exit(0)
             except BaseException as error:  # whatever it is, the peers must not wait for this rank
                 self.fail(error)
+
+    def _store_is_there(self, words: LastWords) -> None:
+        self.last_words = words
 
     def finish(self) -> None:
         """All ranks are done; what is left to do on this one."""
@@ -114,7 +146,8 @@ class RankProcess:
         self.leave()
 
     def _asked(self) -> None:
-        if all(is_alive(rank) for rank in self._siblings):
+        lost = self.last_words is not None and self.last_words.known() is not None
+        if not lost and all(is_alive(rank) for rank in self._siblings):
             self.drain()
             return
         # Nobody's wish: the agent has seen a rank die and tells the others to go. The main thread
@@ -142,26 +175,66 @@ class RankProcess:
         if lost_peer:
             self.stopping.asked.wait(PEER_LOSS_SECONDS)
             patience = PEER_LOSS_SECONDS
+            self._mourn(error)
         else:
             write(self.env.error_file, self.env.rank, error)
-            if self.env.supervisor is None and (self.job is None or self.job.say("failed")):
-                self._print(error)
+            self._tell(error)
         self.let_go(patience)
         self.exit(code)
+
+    def _tell(self, error: BaseException) -> None:
+        """On the terminal, once for the job; our launcher does that itself."""
+        words = self.last_words
+        if isinstance(error, ConfigError | Unmet):  # the same on all ranks
+            here = self.env.local_rank == 0 if words is None else words.first_to("fail")
+            if words is not None:
+                words.give(self.env.rank, str(error), said=True)
+            if here and self.env.supervisor is None:
+                self._print(error)
+            return
+        cause = None
+        if words is not None:
+            reason = reason_of(error).partition("\n")[0]
+            cause = words.give(self.env.rank, reason, said=self.env.supervisor is None)
+        if self.env.supervisor is None and (cause is None or cause.rank == self.env.rank):
+            self._print(error, cause)
+
+    def _mourn(self, error: BaseException) -> None:
+        """This rank is fine: whose end it is is said once a terminal, and in torchrun's table of a
+        node on which all ranks are."""
+        words = self.last_words
+        if words is None or self.env.supervisor is not None:
+            return
+        cause = words.mourn(error)
+        if cause is not None and not words.is_here(cause):
+            reason = f"{cause.reason} (on node {cause.node}; this rank ended because of it)"
+            write(self.env.error_file, self.env.rank, RankDied(cause.rank, reason))
+        if self.env.hosts_store:
+            words.wait_until_left(LINGER_SECONDS)
+        else:
+            words.left()
 
     def exit(self, code: int) -> NoReturn:
         TorchrunFolder(self.env.error_file).remove_empty()
         self.stages.tell(ENDED, code=code)
         leave(code)
 
-    def _print(self, error: BaseException) -> None:
+    def _print(self, error: BaseException, cause: Cause | None = None) -> None:
+        """cause: of this rank alone, of which the others end."""
+        text = reason_of(error)
         if not is_typed(error):
             import traceback
 
             traceback.print_exception(error)
-        where = f"rank {self.env.rank}: " if self.env.size > 1 else ""
-        for line in str(error).splitlines():
+        where = ""
+        if cause is not None:
+            where = f"{cause.who}: "
+        elif self.env.size > 1 and not isinstance(error, ConfigError | Unmet):
+            where = f"rank {self.env.rank}: "
+        for line in text.splitlines():
             say(f"{where}{line}")
+        if cause is not None and self.last_words is not None:
+            say(self.last_words.others())
 
 
 def build_and_show(

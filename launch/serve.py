@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from launch.cluster.jobs import LOCAL, enter, record_of_this_process, registered
-from launch.cluster.stages import FAILED, VARIABLE, StageFile
+from launch.cluster.stages import VARIABLE
 from launch.env import RankEnv
 from launch.failure import Failure
 from launch.processes import leave
@@ -23,7 +23,7 @@ from launch.settings import Given, no_problems
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, RankDied
 from moeserve.lifeline import when_parent_ends
-from moeserve.terminal import say
+from moeserve.terminal import counted, say
 
 
 def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None:
@@ -31,34 +31,36 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     env = RankEnv.read(os.environ)
     # Whoever brings a front end of their own sends token ids.
     needs_text = front_end is None and (env is None or env.front_end is None)
-    listens = env is None and front_end is None
-    try:
-        config = given.resolve(
+    ours = env is not None and env.supervisor is not None  # our launcher has looked at the port
+    listens = needs_text and not ours and (env is None or env.rank == 0)
+
+    def read() -> ServeConfig:
+        return given.resolve(
             needs_text=needs_text,
             more=port_problems if listens else no_problems,
             on_rank=env is not None,
         )
-        if env is not None:
-            from launch.rank import check_size
 
-            config = check_size(config, env)
-    except ConfigError as error:
-        if env is not None:  # whoever watches the job hears of it before the others wait for us
-            text = "\n".join(map(given.in_users_words, error.problems))
-            StageFile(os.environ, env.rank).tell(FAILED, text=text, code=error.exit_code)
-        raise
     if env is not None:
+        from launch.rank import settings_on_rank
         from launch.serving_rank import ServingRank
 
         env = replace(env, front_end=front_end or env.front_end)
+        config, problems = settings_on_rank(read, env)
         unwatched = env.supervisor is None and VARIABLE not in os.environ
         record = None
         if env.rank == 0 and env.front_end is None and unwatched:  # torchrun or srun by hand
             record = record_of_this_process(LOCAL, None, env.num_nodes, env.size, arguments)
             enter(record)
-        rank = ServingRank(config, env, given.in_users_words, record)
+        if config.server.max_restarts and env.rank == 0 and not ours:
+            say(
+                f"--max-restarts is not used under {env.launcher.value}, which starts these ranks; "
+                "torchrun has a --max-restarts of its own"
+            )
+        rank = ServingRank(config, env, given.in_users_words, problems, record)
         rank.run(rank.serve)
         return
+    config = read()
     if front_end is not None:  # whoever gave it has started us (moeserve.llm_backends)
         when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
     from launch.job import run_job
@@ -69,7 +71,7 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
             LOCAL, None, 1, ranks, arguments, drain_seconds=config.server.drain_seconds
         )
         with registered(record):
-            failure = run_job(ranks, arguments, front_end)
+            failure = run_job(ranks, arguments, restarts=config.server.max_restarts)
         end_job(failure, ranks, "stopped")
     failure = run_job(config.parallel.ep, arguments, front_end)
     if failure is not None and failure.told:
@@ -83,15 +85,19 @@ def end_job(failure: Failure | None, num_ranks: int, good_word: str = "") -> NoR
         say(good_word)
         leave(0)
     print(failure.details, end="", file=sys.stderr)
+    others = f"{counted(num_ranks - 1, 'other rank')} ended because of it"
+    because = f"; {others}" if num_ranks > 1 else ""
     if failure.exit_code < 0 and failure.rank >= 0:
         death = RankDied(failure.rank, failure.reason)
-        say(str(death))
+        say(f"{death}{because}")
         leave(death.exit_code)
     one_of_many = num_ranks > 1 and failure.rank >= 0
     alike = failure.exit_code == ConfigError.exit_code  # found on all ranks
     who = f"rank {failure.rank}: " if one_of_many and not alike else ""
     for line in failure.reason.splitlines():
         say(f"{who}{line}")
+    if who:
+        say(others)
     leave(failure.exit_code)
 
 

@@ -7,7 +7,7 @@ the front end drain; the front end stops all ranks. What runs is `moeserve.rank_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,7 +15,7 @@ from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.stages import READY as RANK_READY
 from launch.cluster.stages import SERVING
 from launch.env import RankEnv
-from launch.failure import LOST_PEER, describe_exit
+from launch.failure import describe_exit
 from launch.front_end import FrontEndProcess
 from launch.rank import PEER_LOSS_SECONDS, RankProcess, build_and_show
 from moeserve.config import ServeConfig
@@ -40,25 +40,25 @@ class ServingRank(RankProcess):
         config: ServeConfig,
         env: RankEnv,
         words: Callable[[str], str] = lambda p: p,
+        problems: Sequence[str] = (),
         record: JobRecord | None = None,
     ) -> None:
         """record: by which this rank has entered the job among those that are known."""
-        super().__init__(config, env, words)
+        super().__init__(config, env, words, problems)
         self._record = record
         self.front_end: FrontEndProcess | None = None
 
     def serve(self, job: Job) -> None:
-        from launch.groups import reachable_host
+        from moeserve.lockstep import PeerFailed
         from moeserve.rank_loop import run_rank
 
         if self.env.rank == 0 and self.env.front_end is None:
-            self._start_front_end(job, reachable_host(self.env))
+            self._start_front_end(job, job.group.host)
         address = self.env.front_end or job.share(
             "front_end", self.front_end.address if self.front_end else None
         )
         if not address:
-            self.stopping.asked.wait(PEER_LOSS_SECONDS)  # rank 0's end is to be seen first
-            self.exit(LOST_PEER)
+            raise PeerFailed([0])  # rank 0's end is to be seen first
         run_rank(self.config, job.group, address, builder=self._build)
 
     def _build(
@@ -69,6 +69,8 @@ class ServingRank(RankProcess):
             self.stages.tell(stage, done, total)
 
         engine = build_and_show(config, group, told)
+        assert self.job is not None
+        engine.info["launch"] = self.job.meeting.report | {"restarts": self.env.restarts or {}}
         self.stages.tell(RANK_READY)
         return engine
 
@@ -113,7 +115,9 @@ class ServingRank(RankProcess):
 
     def _start_front_end(self, job: Job, host: str) -> None:
         try:
-            self.front_end = FrontEndProcess(self.config, self.env.size, host, self._on_ready)
+            self.front_end = FrontEndProcess(
+                self.config, self.env.size, host, self._on_ready, self._on_lost
+            )
         except MoeserveError:
             job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
             raise
@@ -125,6 +129,11 @@ class ServingRank(RankProcess):
         self.job.say(READY)
         self.stages.tell(SERVING, text=url)
         say(f"ready: {url}")
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        """The front end missed a rank's connection: for those who know no better."""
+        if self.last_words is not None:
+            self.last_words.give(rank, reason)
 
     def _watch_front_end(self) -> None:
         # Its end while requests may still come ends the job. 0 is a drained stop, of which the

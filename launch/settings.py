@@ -77,6 +77,7 @@ FLAGS = (
     Flag("parallel", "wire", "NAME", "How rows travel to experts: auto, model or fp8", "auto"),
     Flag("parallel", "overlap", "N", "Tokens from which halves overlap; auto or off", "auto"),
     Flag("parallel", "emulate", "", "On CPUs, the emulation of what --dispatch names", "off"),
+    Flag("parallel", "interface", "NAME", "Of several machines' ranks; or an address, a subnet"),
     Flag("cache", "block_size", "N", "Tokens a KV block", "16"),
     Flag(
         "cache",
@@ -122,6 +123,7 @@ FLAGS = (
         "the API key",
         "MOESERVE_ADMIN_KEY",
     ),
+    Flag("server", "max_restarts", "N", "Starts of all ranks after one died", "0"),
     Flag("server", "max_body_bytes", "SIZE", "A larger HTTP body gets 413", "32MiB"),
     Flag("server", "log_level", "NAME", "debug, info, warning or error", "info"),
 )

@@ -84,6 +84,8 @@ class ParallelSection(Section):
     # Agreed tokens a rank from which a step goes in two halves; 0: never; None: auto (overlap.py)
     overlap: Threshold = Field(None, ge=0)
     emulate: bool = False  # of a backend that wants GPUs, its emulation on CPUs
+    # By which ranks of several machines talk: a name, an address or a subnet; default: by routes
+    interface: str | None = Field(None, min_length=1)
 
     @field_validator("layout")
     @classmethod
@@ -144,6 +146,7 @@ class ServerSection(Section):
     api_key: str | None = Field(None, min_length=1)  # asked of /v1 as "Authorization: Bearer ..."
     # Asked of /experts, /debug and /reset_prefix_cache; where it is not set, api_key is.
     admin_key: str | None = Field(None, min_length=1)
+    max_restarts: int = Field(0, ge=0)  # of all ranks, after one died; by our launcher only
     max_body_bytes: Size = Field(32 << 20, ge=1024)  # a larger HTTP body gets 413
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

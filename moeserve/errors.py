@@ -23,6 +23,10 @@ class ConfigError(MoeserveError):
         super().__init__("\n".join(problems))
 
 
+class Unmet(MoeserveError):
+    """The ranks of a job did not all come together: says who is missing, or where."""
+
+
 class InvalidRequest(MoeserveError):
     """A request field cannot be served: HTTP 400. `field` and `value` name it."""
 

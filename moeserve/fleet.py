@@ -208,6 +208,13 @@ class Fleet:
         masked = {r for x in self.ranks if x.stats is not None for r in x.stats.masked_ranks}
         return told | {"masked_ranks": sorted(masked)}
 
+    def launch(self) -> dict[str, object] | None:
+        """How the job was started: by what, on which nodes over which interfaces, how often again;
+        None until rank 0 is ready."""
+        ready = self.ranks[0].ready
+        told = None if ready is None else ready.info.get("launch")
+        return told if isinstance(told, dict) else None
+
     def shared_replicas(self) -> int:
         """Slots that hold each piece of the shared expert, in the layer that has the fewest of one;
         0 where it lies in none."""

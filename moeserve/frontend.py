@@ -127,7 +127,7 @@ class _FrontEnd:
             client.close()
 
     async def _serve(self, client: EngineClient, service: Service, listener: socket.socket) -> None:
-        url = url_of(self._config.server.host, listener)
+        url = url_of(self._config.server.host, listener, self._bind_host)
         client.on_ready = lambda: self._announce("ready", url)
         try:
             address = client.bind(self._bind_host)
@@ -270,9 +270,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket, reachable: str = "127.0.0.1") -> str:
+    """reachable: an address of this machine, for a socket that listens on all of them."""
     port = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    local = reachable == "127.0.0.1"
+    shown = {"0.0.0.0": reachable, "": reachable, "::": "[::1]" if local else reachable}.get(
+        host, host
+    )
     if ":" in shown and not shown.startswith("["):
         shown = f"[{shown}]"
     return f"http://{shown}:{port}"

@@ -40,7 +40,7 @@ from moeserve.terminal import counted
 _DEVICE_TYPE = "cpu"  # where `build_engine` loads models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
-_LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "engine.threads")
+_LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "parallel.interface", "engine.threads")
 
 
 @dataclass

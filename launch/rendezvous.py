@@ -1,0 +1,253 @@
+"""The rendezvous: ranks find their store, tell rank 0 what they know of their nodes, and hear what
+does not fit, all of it, each rank the same, before any group is made or weight is read.
+
+    rank r   facts/r ->            (answers pings, if it leads a node)            -> verdict
+    rank 0   facts of all -> clocks of the nodes, by round trips -> judge -> verdict to all
+
+A rank with problems of its own comes too: its problems are said once, with those of the others, and
+nobody waits for it. Knows the store and the order of talking; what fits is `launch.node_facts`'.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from launch.env import Launcher, RankEnv
+from launch.interface import resolve_master
+from launch.node_facts import (
+    Clock,
+    Facts,
+    describe_network,
+    judge,
+    node_names,
+    spans,
+    warnings,
+)
+from moeserve.errors import ConfigError, Unmet
+from moeserve.terminal import counted, say
+
+PATIENCE = 300.0  # seconds for all ranks to come: one may still import torch from a slow disk
+SAY_AFTER = 15.0  # seconds after which rank 0 says for whom it waits
+PINGS = 3  # round trips to each node; the shortest counts
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What came of it, the same on every rank. names: of nodes. report: for /health."""
+
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def open_store(env: RankEnv, *, loopback: bool = False, patience: float = PATIENCE) -> Store:
+    """The store by which this job's ranks meet, a space of its own for each attempt. ConfigError:
+    its address or port cannot be used. Unmet: nobody answers there."""
+    address = resolve_master(env, loopback)
+    if env.hosts_store:
+        _check_port(env)
+    try:
+        store = TCPStore(
+            address,
+            env.master_port,
+            env.size,
+            env.hosts_store,
+            timedelta(seconds=patience),
+            wait_for_workers=False,
+        )
+        # torchrun's agents keep their store when they start all ranks again: each rank counts.
+        attempt = store.add(f"moeserve/attempts/{env.rank}", 1)
+    except RuntimeError as error:  # DistNetworkError and its like
+        text = str(error).strip().splitlines()
+        raise Unmet(
+            f"node {env.here}: the job's store at {env.master_addr}:{env.master_port} "
+            f"({address}) cannot be reached: {text[0] if text else type(error).__name__}"
+        ) from None
+    return PrefixStore(f"moeserve/{attempt}", store)
+
+
+def _check_port(env: RankEnv) -> None:
+    """The store would say of a taken port only that it failed to listen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", env.master_port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            why = "another process listens there" if taken else str(error.strerror)
+            if env.launcher is Launcher.SLURM:
+                remedy = "export MASTER_PORT=<a free one> before srun, or give srun --resv-ports"
+            else:
+                remedy = "choose another"
+            text = f"node {env.here}: MASTER_PORT={env.master_port}: {why}; {remedy}"
+            raise ConfigError([text]) from None
+
+
+def meet(
+    store: Store,
+    env: RankEnv,
+    mine: Facts,
+    *,
+    patience: float = PATIENCE,
+    clock: Callable[[], float] = time.time,
+) -> Meeting:
+    """Collective over all ranks. ConfigError on every rank alike: what is wrong anywhere.
+    Unmet: who did not come."""
+    store.set(_facts_key(env.rank), mine.to_json())
+    try:
+        if env.rank == 0:
+            verdict = _preside(store, env, patience, clock)
+            store.set("verdict", json.dumps(verdict))
+        else:
+            if env.local_rank == 0:
+                store.wait(["all came"], timedelta(seconds=2 * patience))
+                if store.get("all came") == b"yes":
+                    _answer_pings(store, env.node, patience, clock)
+            store.wait(["verdict"], timedelta(seconds=2 * patience))
+            verdict = json.loads(store.get("verdict"))
+    except RuntimeError as error:
+        if env.rank == 0:
+            raise
+        raise Unmet(
+            f"rank 0 has left the rendezvous or did not end it: {_first_line(error)}"
+        ) from None
+    if verdict["missing"]:
+        raise Unmet(verdict["missing"])
+    if verdict["problems"]:
+        raise ConfigError(verdict["problems"])
+    return Meeting(tuple(verdict["names"]), tuple(verdict["notes"]), verdict["report"])
+
+
+def _preside(
+    store: Store, env: RankEnv, patience: float, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """On rank 0 -> the verdict."""
+    everyone, missing = _gather(store, env, patience)
+    store.set("all came", "no" if missing else "yes")
+    if missing:
+        return {"missing": _missing_text(env, everyone, missing, patience)}
+    names = node_names(everyone)
+    clocks = {node: _ping(store, node, patience, clock) for node in range(1, env.num_nodes)}
+    notes = warnings(names, clocks)
+    network = describe_network(everyone, names)
+    return {
+        "missing": "",
+        "names": names,
+        "problems": judge(everyone, names),
+        "notes": [network, *notes],
+        "report": {
+            "launcher": env.launcher.value,
+            "network": network.removeprefix("network: "),
+            "nodes": _nodes(everyone, names, clocks),
+            "warnings": notes,
+        },
+    }
+
+
+def alone(env: RankEnv) -> dict[str, Any]:
+    """The report of a job of one rank, which meets nobody."""
+    return {"launcher": env.launcher.value, "network": "", "nodes": [], "warnings": []}
+
+
+def _nodes(
+    everyone: Sequence[Facts], names: Sequence[str], clocks: dict[int, Clock]
+) -> list[dict[str, Any]]:
+    nodes = []
+    for node, name in enumerate(names):
+        ranks = [f.rank for f in everyone if f.node == node]
+        first = everyone[ranks[0]]
+        clock = clocks.get(node)
+        nodes.append(
+            {
+                "name": name,
+                "ranks": ranks,
+                "interface": first.interface,
+                "address": first.address,
+                "clock_offset_seconds": None if clock is None else round(clock.offset, 4),
+            }
+        )
+    return nodes
+
+
+def _gather(store: Store, env: RankEnv, patience: float) -> tuple[list[Facts], list[int]]:
+    """The facts of all ranks in order, or of those that came and the numbers of the others."""
+    began, told = time.monotonic(), False
+    came: dict[int, Facts] = {}
+    while len(came) < env.size:
+        absent = [r for r in range(env.size) if r not in came]
+        waited = time.monotonic() - began
+        try:
+            store.wait([_facts_key(absent[0])], timedelta(seconds=0.5))
+        except RuntimeError:
+            if waited > patience:
+                break
+        for rank in absent:
+            if store.check([_facts_key(rank)]):
+                came[rank] = Facts.from_json(store.get(_facts_key(rank)))
+        absent = [r for r in absent if r not in came]
+        if absent and not told and waited > SAY_AFTER:
+            told = True
+            say(f"waiting for {_ranks(env, absent)} to come to the rendezvous")
+    return [came[r] for r in sorted(came)], [r for r in range(env.size) if r not in came]
+
+
+def _ranks(env: RankEnv, ranks: Sequence[int]) -> str:
+    nodes = sorted({r // env.local_size for r in ranks})
+    text = f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)} of {env.size}"
+    return f"{text} (node {spans(nodes)} of 0-{env.num_nodes - 1})" if env.num_nodes > 1 else text
+
+
+def _missing_text(
+    env: RankEnv, everyone: Sequence[Facts], missing: Sequence[int], patience: float
+) -> str:
+    hosts = list(dict.fromkeys(f.host for f in everyone))
+    text = (
+        f"{_ranks(env, missing)} did not come to the rendezvous at {env.master_addr}:"
+        f"{env.master_port} within {patience:.0f} s; {counted(len(everyone), 'rank')} came from "
+        f"{', '.join(hosts[:8])}"
+    )
+    problems = [p for f in everyone for p in f.problems]
+    return "\n".join([text, *dict.fromkeys(problems)])
+
+
+# -- clocks -------------------------------------------------------------------------------------
+
+
+def _ping(store: Store, node: int, patience: float, clock: Callable[[], float]) -> Clock:
+    """How far the clock of a node is ahead of this one's, by the quickest of some round trips."""
+    best: Clock | None = None
+    for number in range(PINGS):
+        began, before = clock(), time.monotonic()
+        store.set(f"ping/{node}/{number}", "")
+        store.wait([f"pong/{node}/{number}"], timedelta(seconds=patience))
+        there = float(store.get(f"pong/{node}/{number}"))
+        half = (time.monotonic() - before) / 2
+        if best is None or half < best.error:
+            best = Clock(there - (began + half), half)
+    assert best is not None
+    return best
+
+
+def _answer_pings(store: Store, node: int, patience: float, clock: Callable[[], float]) -> None:
+    for number in range(PINGS):
+        key = f"ping/{node}/{number}"
+        store.wait([key], timedelta(seconds=2 * patience))
+        store.set(f"pong/{node}/{number}", repr(clock()))
+
+
+def _facts_key(rank: int) -> str:
+    return f"facts/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
