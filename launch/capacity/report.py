@@ -24,6 +24,9 @@ ASSUMED = (
 )
 
 
+MEASURED = {"prefill": ("deepep_normal", "local"), "decode": ("deepep_ll", "local")}
+
+
 @dataclass(frozen=True)
 class Limits:
     """Seconds that users wait at most; None: no limit."""
@@ -52,6 +55,23 @@ class Report:
     def caches_of_a_node(self) -> int:
         """GPUs, or groups of tp that hold the same sequences."""
         return max(self.deployment.gpus_of_a_node // self.deployment.tp, 1)
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the prediction rests on less than the rest does."""
+        d, found = self.deployment, []
+        if d.dispatch not in MEASURED[d.phase]:
+            found.append(
+                f"{d.phase} by {d.dispatch}: no times are published; predicted by analogy with "
+                f"{MEASURED[d.phase][0]}"
+            )
+        if d.gpu.young:
+            found.append(
+                f"{d.gpu.title}: times are those of 2025, when its kernels were new (x 1.6)"
+            )
+        if d.tp > 1:
+            found.append("moeserve runs attention data-parallel: tp is for other engines")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         d = self.deployment
@@ -92,6 +112,7 @@ class Report:
                 for c in self.concurrency
             ],
             "prediction": self.prediction.as_json(),
+            "notes": self.notes,
             "violations": [v.as_json() for v in self.violations],
         }
 

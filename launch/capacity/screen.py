@@ -12,6 +12,7 @@ from rich.table import Table
 
 from launch.capacity.asked import Asked
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
+from launch.capacity.parts import memory_parts, step_parts
 from launch.capacity.report import ASSUMED, Plan, Report
 from launch.capacity.rules import ERROR, errors
 from launch.capacity.search import Candidate, Found, Ratio
@@ -40,6 +41,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(_costs(plan))
     for r in plan.reports:
         show_violations(r, console)
+    for note in (x for r in plan.reports for x in r.notes):
+        console.print(f"[dim]{note}[/]")
     console.print(f"[dim]{ASSUMED}[/]")
 
 
@@ -114,24 +117,16 @@ def _costs(plan: Plan) -> Table:
 
 
 def _memory(r: Report) -> Table:
-    m = r.memory
     table = _table("memory of a GPU")
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    table.add_column("share", justify="right")
-    rows = [(f"weights: {kind}", size) for kind, size in m.weights.items()]
-    rows += [
-        (f"dispatch buffers ({r.deployment.dispatch})", m.buffers),
-        ("captured graphs", m.graphs),
-        ("workspace", m.workspace),
-        ("CUDA context, libraries", m.context),
-        ("left free", m.reserve),
-    ]
-    for name, size in rows:
-        if size:
-            table.add_row(name, f"{size / _GB:.2f}", f"{size / m.total:.1%}")
-    table.add_section()
-    table.add_row("[bold]KV cache[/]", f"{m.kv / _GB:.2f}", f"{m.kv / m.total:.1%}")
+    for name in ("what", "GB", "share"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    weights = set(r.memory.weights)
+    for name, size in memory_parts(r):
+        if name == "KV cache":
+            table.add_section()
+        told = f"weights: {name}" if name in weights else name
+        style = "bold" if name == "KV cache" else ""
+        table.add_row(told, f"{size / _GB:.2f}", f"{size / r.memory.total:.1%}", style=style)
     return table
 
 
@@ -153,29 +148,14 @@ def _sequences(r: Report) -> Table:
 
 def _step(step: Step, phase: str) -> Table:
     table = _table(f"a step of {phase}, busiest GPU")
-    table.add_column("part")
-    table.add_column("ms", justify="right")
-    table.add_column("share", justify="right")
-    parts = {
-        "attention projections": step.projections,
-        "attention core": step.core,
-        "routed experts": step.experts,
-        "shared expert": step.shared,
-        "dense layers": step.dense,
-        "norms, casts, gaps": step.rest,
-        "head": step.head,
-        "all-to-alls, not hidden": step.exposed,
-    }
-    whole = max(step.seconds, sum(parts.values()))
-    for name, seconds in parts.items():
-        if seconds <= 0:
-            continue
-        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / whole:.1%}")
-    if (drafts := step.seconds - sum(parts.values())) > 1e-9:
-        table.add_row("MTP drafts", f"{1e3 * drafts:.2f}", f"{drafts / whole:.1%}")
+    for name in ("part", "ms", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    for name, seconds in step_parts(step):
+        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / step.seconds:.1%}")
     table.add_section()
-    hidden = step.comm - step.exposed
-    table.add_row("[bold]step[/]", f"{1e3 * step.seconds:.2f}", f"hidden: {1e3 * hidden:.2f} ms")
+    table.add_row("step", f"{1e3 * step.seconds:.2f}", "", style="bold")
+    if (hidden := step.comm - step.exposed) > 0:
+        table.add_row("all-to-alls, hidden", f"{1e3 * hidden:.2f}", "")
     return table
 
 
@@ -196,7 +176,7 @@ def _results(r: Report) -> Table:
     if p.ttft is not None and p.ttft_alone is not None:
         table.add_row("TTFT, busy pool", f"[bold]{1e3 * p.ttft:,.0f} ms[/]")
         table.add_row("TTFT, idle GPU", f"{1e3 * p.ttft_alone:,.0f} ms")
-    if d.drafts:
+    if d.drafts and decode:
         gain = f"{p.tokens_a_step:.2f} tokens a step, {p.mtp_gain:.2f} x without"
         table.add_row(f"MTP, {d.drafts} drafts at {d.acceptance:.0%}", gain)
     t = p.traffic
@@ -229,20 +209,25 @@ def show_search(found: list[Found], shares: Ratio | None, asked: Asked, console:
 
 
 def _found(f: Found) -> Table:
-    """Layouts that no other beats, and the best, which is one of them or is marked below."""
-    limit = "TPOT" if f.phase == "decode" else "TTFT"
+    """Layouts that no other beats, and the best: one of them, or the last."""
     table = _table(
         f"{f.phase}: {len(f.pareto)} layouts that no other beats ({f.tried:,} tried, "
         f"{len(f.allowed):,} allowed)"
     )
-    names = ("GPUs", "slots a GPU", "shared", "balance", "load a GPU", "drafts", "overlap")
-    for name in (*names, limit, "tok/s a GPU", ""):
+    for name in (*FRONT, "TPOT" if f.phase == "decode" else "TTFT", "tok/s a GPU", ""):
         table.add_column(name, justify="right")
-    rows = [*f.pareto] + ([f.best] if f.best is not None and f.best not in f.pareto else [])
-    for x in rows:
-        best = f.best is not None and x == f.best
-        table.add_row(*cells(x), "best" if best else "", style="bold green" if best else "")
+    for row in front_rows(f):
+        table.add_row(*row, style="bold green" if row[-1] else "")
     return table
+
+
+FRONT = ("GPUs", "slots a GPU", "shared", "balance", "load a GPU", "drafts", "overlap")
+
+
+def front_rows(f: Found) -> list[list[str]]:
+    """Cells; the last one marks the best."""
+    shown = [*f.pareto] + ([f.best] if f.best is not None and f.best not in f.pareto else [])
+    return [[*cells(x), "best" if x == f.best else ""] for x in shown]
 
 
 def cells(x: Candidate) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from dispatch.deepep import LL_HIDDEN_SIZES, LL_MAX_TOP_K
 from launch.capacity.balance import FloatArray, balance
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import sequences_that_fit
@@ -108,12 +109,23 @@ def search(
 
 def _way(d: Deployment, length: float) -> Deployment | None:
     """By the first way to dispatch that breaks no rule; None: there is none."""
-    for name in ("local",) if d.gpus == 1 else ORDER[d.phase][:2]:
+    for name in _ways(d):
         way = replace(d, dispatch=name)
         fits = d.phase == "prefill" or sequences_that_fit(way, length) >= d.sequences
         if fits and not errors(violations(way, length)):  # the first is quicker to ask
             return way
     return None
+
+
+def _ways(d: Deployment) -> tuple[str, ...]:
+    """Those of `auto`; in decode only low-latency kernels, whose times are published, where they
+    are built for the model."""
+    if d.gpus == 1:
+        return ("local",)
+    measured = d.shape.config.hidden_size in LL_HIDDEN_SIZES and d.picks <= LL_MAX_TOP_K
+    if not measured:
+        return ORDER[d.phase]
+    return ("deepep_ll",) if d.phase == "decode" else ORDER[d.phase][:2]
 
 
 def pareto(candidates: list[Candidate]) -> list[Candidate]:

@@ -1,0 +1,39 @@
+"""What memory and a step are made of, in words, for every way to show them."""
+
+from __future__ import annotations
+
+from launch.capacity.report import Report
+from launch.capacity.times import Step
+
+
+def memory_parts(r: Report) -> list[tuple[str, float]]:
+    """Bytes; the cache last, below zero where nothing is left."""
+    m = r.memory
+    parts = list(m.weights.items())
+    parts += [
+        (f"dispatch ({r.deployment.dispatch})", m.buffers),
+        ("graphs", m.graphs),
+        ("workspace", m.workspace),
+        ("CUDA context, libraries", m.context),
+        ("left free", m.reserve),
+        ("KV cache", m.kv),
+    ]
+    return [(name, size) for name, size in parts if size]
+
+
+def step_parts(step: Step) -> list[tuple[str, float]]:
+    """Seconds; together the whole step."""
+    parts = [
+        ("attention projections", step.projections),
+        ("attention core", step.core),
+        ("routed experts", step.experts),
+        ("shared expert", step.shared),
+        ("dense layers", step.dense),
+        ("norms, casts, gaps", step.rest),
+        ("head", step.head),
+        ("all-to-alls, not hidden", step.exposed),
+    ]
+    drafts = step.seconds - sum(seconds for _, seconds in parts)
+    if drafts > 1e-9:
+        parts.append(("MTP drafts", drafts))
+    return [(name, seconds) for name, seconds in parts if seconds > 0]
