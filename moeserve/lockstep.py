@@ -230,31 +230,36 @@ def agree_on(group: EPGroup, settings: Mapping[str, Any]) -> None:
     ranks and fields."""
     plain = json.loads(json.dumps(dict(settings), default=str))
     everyone = gather_objects(group, plain)
-    problems = []
+    differing: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             here, there = everyone[0].get(name), theirs.get(name)
             if here != there:
-                problems.append(
-                    f"{name}={there!r} on rank {rank}, but {here!r} on rank 0: all ranks need the "
-                    "same"
-                )
-    if problems:
-        raise ConfigError(problems)
+                differing.setdefault((name, repr(there), repr(here)), []).append(rank)
+    if differing:
+        raise ConfigError(
+            [
+                f"{name}={there} on {group.where(ranks)}, but {here} on {group.where([0])}: all "
+                "ranks need the same"
+                for (name, there, here), ranks in differing.items()
+            ]
+        )
 
 
 def agree_on_problems(group: EPGroup, mine: list[str]) -> None:
     """ConfigError on every rank alike if any found problems: nobody loads weights in vain."""
     everyone = gather_objects(group, mine)
-    problems: list[str] = []
+    lines: dict[str, list[int]] = {}  # -> the ranks that say it
     for rank, theirs in enumerate(everyone):
-        for line in theirs:
-            same = all(line in others for others in everyone)
-            text = line if same or group.size == 1 else f"rank {rank}: {line}"
-            if text not in problems:
-                problems.append(text)
-    if problems:
-        raise ConfigError(problems)
+        for line in dict.fromkeys(theirs):
+            lines.setdefault(line, []).append(rank)
+    if lines:
+        raise ConfigError(
+            [
+                line if len(ranks) == group.size else f"{group.where(ranks)}: {line}"
+                for line, ranks in lines.items()
+            ]
+        )
 
 
 def agree_min(group: EPGroup, value: int) -> int:
