@@ -112,12 +112,12 @@ class _Run:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not main thread
             loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        if start is not None:
-            await asyncio.sleep(max(0.0, start - time.monotonic()))
-        self._clock = time.monotonic() if start is None else start
-        cpu = time.process_time()
-        ticker = asyncio.create_task(self._tick())
-        async with self._target.client() as http:
+        async with self._target.client() as http:  # reads certificates: before the clock runs
+            if start is not None:
+                await asyncio.sleep(max(0.0, start - time.monotonic()))
+            self._clock = time.monotonic() if start is None else start
+            cpu = time.process_time()
+            ticker = asyncio.create_task(self._tick())
             work = asyncio.create_task(
                 self._open(http) if self._load.open_loop else self._closed(http)
             )
@@ -130,9 +130,9 @@ class _Run:
             await asyncio.gather(work, stopped, ticker, return_exceptions=True)
             if work.done() and not work.cancelled() and (error := work.exception()) is not None:
                 raise error
-        driven = self._driven
-        driven.seconds = time.monotonic() - self._clock
-        driven.cpu_share = (time.process_time() - cpu) / max(driven.seconds, 1e-9)
+            driven = self._driven
+            driven.seconds = time.monotonic() - self._clock
+            driven.cpu_share = (time.process_time() - cpu) / max(driven.seconds, 1e-9)
         return driven
 
     def _interrupt(self) -> None:

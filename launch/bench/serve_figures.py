@@ -232,6 +232,8 @@ def generator(
         )
     if late is not None and ttft is not None and late["p99"] > max(20.0, 0.25 * ttft["p50"]):
         why.append(f"one of a hundred calls was sent {late['p99']:.0f} ms after its time")
+    if why and cpu_share < 0.5:
+        why.append(f"its own work is {cpu_share:.0%} of a core: this machine is busy with others")
     return {
         "workers": workers,
         "cpu_share": cpu_share,

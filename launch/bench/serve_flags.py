@@ -50,6 +50,7 @@ class Ask:
     extra_body: str | None = None
     seed: int = 0
     warmup: int = 2
+    keep_cache: bool = False
     workers: int = 1
     timeout: float = 600.0
     ttft_limit: float | None = None
@@ -190,6 +191,12 @@ _FLAGS = (
     _Flag("admin_key", str, WHERE, "To read our server's layout, where it has one", "KEY",
           envvar="MOESERVE_ADMIN_KEY"),
     _Flag("warmup", int, HOW, "Calls before, that do not count", "N", 0),
+    _Flag(
+        "keep_cache",
+        bool,
+        HOW,
+        "Leave our server's prefix cache as it is; else it is emptied before",
+    ),
     _Flag("workers", int, HOW, "Processes that send and read", "N", 1),
     _Flag("timeout", float, HOW, "Patience with a silent server", "S", 0.001),
     _Flag("ttft_limit", float, HOW, "Most ms to the first token, for goodput", "MS", 0),

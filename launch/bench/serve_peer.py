@@ -24,7 +24,8 @@ from moeserve.errors import ConfigError, MoeserveError
 SETTLE_SECONDS = 4.0  # ranks report once a second, and when they have nothing to do
 _SAMPLE = re.compile(r"^moeserve_(\w+?)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-Samples = dict[str, dict[tuple[str, ...], float]]  # name -> values of the labels -> number
+# name -> values of the labels, by the order of their names -> number
+Samples = dict[str, dict[tuple[str, ...], float]]
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,14 @@ class Peer:
                 return now
             time.sleep(0.2)
 
+    def reset_cache(self) -> bool:
+        """Empty our server's prefix cache: prompts of earlier runs may be in it -> done."""
+        if not self.ours:
+            return False
+        with contextlib.suppress(httpx.HTTPError):
+            return self._http.post("/reset_prefix_cache", headers=self._admin).is_success
+        return False
+
     def close(self) -> None:
         self._http.close()
 
@@ -196,7 +205,7 @@ def parse_samples(text: str) -> Samples:
     """Our metrics in Prometheus' text form."""
     found: Samples = defaultdict(dict)
     for name, labels, value in _SAMPLE.findall(text):
-        key = tuple(x for _, x in _LABEL.findall(labels))
+        key = tuple(x for _, x in sorted(_LABEL.findall(labels)))
         found[name][key] = float(value)
     return dict(found)
 
@@ -218,7 +227,7 @@ def step_breakdown(before: Snapshot, after: Snapshot) -> list[dict[str, Any]]:
                 "step_ms": seconds.get(key, 0.0) * per_step,
                 "parts_ms": {
                     part: value * per_step
-                    for (rank, part), value in sorted(parts.items())
+                    for (part, rank), value in sorted(parts.items())
                     if rank == key[0]
                 },
                 "dispatch_bytes": int(sent.get(key, 0)),

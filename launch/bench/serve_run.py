@@ -111,6 +111,7 @@ class Run:
 
     def measure(self, load: Load, what: str = "calls") -> tuple[dict[str, Any], Driven]:
         """The report, and the calls themselves."""
+        emptied = not self.ask.keep_cache and self.peer.reset_cache()
         before = self.peer.snapshot()
         tally = Tally()
         progress = LoadProgress(tally, what, load.total, load.seconds)
@@ -121,7 +122,9 @@ class Run:
             progress.close()
         output = sum(x.num_output for x in driven.calls)
         after = self.peer.settled(output, before)
-        return self._report(load, driven, before, after, began), driven
+        report = self._report(load, driven, before, after, began)
+        report["caveats"].append(_cache_words(emptied, self.ask.keep_cache))
+        return report, driven
 
     def _drive(self, load: Load, tally: Tally, watch: Callable[[], None]) -> Driven:
         maker = self._maker(load, self.ask.seed)
@@ -170,6 +173,17 @@ class Run:
         report["problems"] = problems(report)
         report["samples"] = samples(calls)
         return report
+
+
+def _cache_words(emptied: bool, kept: bool) -> str:
+    if emptied:
+        return "the server's prefix cache was emptied before"
+    return "the server's prefix cache was " + (
+        "left as it was"
+        if kept
+        else "not emptied: prompts of an earlier run with the same seed "
+        "may still lie in it (take another --seed)"
+    )
 
 
 def _holds_messages(load: Load) -> bool:
