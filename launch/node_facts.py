@@ -59,6 +59,7 @@ class Facts:
     usable: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
+    folder: str = ""  # of the checkpoint
     checkpoint: dict[str, str] | None = None  # file -> hash or size; None: not looked at
     settings: dict[str, Any] = field(default_factory=dict)
     local_size_given: bool = True
@@ -98,6 +99,7 @@ def look(
         usable=usable(),
         versions=versions(),
         commit=_commit() if leads and env.num_nodes > 1 else "",
+        folder="" if config is None else str(config.model.checkpoint),
         checkpoint=checkpoint_facts(config) if leads else None,
         settings={} if config is None else shared_settings(config),
         local_size_given=env.local_size_given,
@@ -323,7 +325,8 @@ def _checkpoint_problems(facts: Facts, first: Facts, first_name: str) -> list[st
         return []
     more = len(differing) - _MOST_FILES
     shown = "; ".join(differing[:_MOST_FILES]) + (f"; and {more} more" if more > 0 else "")
-    return [f"model.checkpoint is not that of node {first_name}: {shown}"]
+    where = f"model.checkpoint={facts.folder!r}"
+    return [f"{where}: is not what node {first_name} has in {first.folder!r}: {shown}"]
 
 
 def _setting_problems(everyone: Sequence[Facts], names: Sequence[str]) -> list[str]:

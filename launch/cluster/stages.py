@@ -72,6 +72,7 @@ class StageFile:
         self._host, self._rank = socket.gethostname(), rank
         self._path = Path(name.replace("%h", self._host)) if name else None
         self._last, self._told = "", 0.0
+        self._wrote = False
 
     def tell(
         self, stage: str, done: int = 0, total: int = 0, text: str = "", code: int = 0
@@ -98,8 +99,11 @@ class StageFile:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 os.write(file, line.encode())
+                self._wrote = True
             finally:
                 os.close(file)
+        except FileNotFoundError if self._wrote else ():
+            self._path = None  # rank 0 has taken the folder away: the job has ended
         except OSError as error:  # serving is worth more than being watched
             say(f"{VARIABLE}={self._path}: {error.strerror}; nobody will see how this rank starts")
             self._path = None
