@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.bench.serve_flags import Ask, with_ask
+from launch.bench.serve_flags import WHEN, Ask, with_ask
 from launch.commands import Command, Group
 from launch.settings import OFFLINE, Given, with_settings
+from moeserve.errors import ConfigError
 
 WORK, HOW, OUTPUT = "What travels", "How it is measured", "Output"
 
@@ -48,6 +49,53 @@ def serve(ask: Ask) -> None:
     from launch.bench.serve import serve as run
 
     run(ask)
+
+
+@bench_app.command(cls=Command)
+@with_ask(without=("rate", "concurrency", "trace", "speed", "record"))
+def sweep(
+    ask: Ask,
+    rates: Annotated[
+        str | None,
+        typer.Option(metavar="R,R,...", help="Calls a second, in turn", rich_help_panel=WHEN),
+    ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto",
+            help="Rates up to the knee, found by itself: the default",
+            rich_help_panel=WHEN,
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A picture: .png or .svg", rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Climb a ladder of rates to the knee; goodput is answers/s within the limits of TTFT and TPOT.
+
+    Without limits: five times the TTFT and three times the TPOT of one call alone.
+    """
+    from launch.bench.sweep import Sweep
+
+    if auto and rates is not None:
+        raise ConfigError(["--auto and --rates: give one of them"])
+    Sweep(rates, plot).run(ask)
+
+
+@bench_app.command(cls=Command)
+def compare(
+    these: Annotated[Path, typer.Argument(metavar="A.json", help="Of bench serve, or of sweep")],
+    those: Annotated[Path, typer.Argument(metavar="B.json", help="The same of another run")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare although settings differ")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> None:
+    """Ratios B / A of two runs of the same load: call by call, their median. Says what differs."""
+    from launch.bench.compare import Compare
+
+    Compare(these, those, force, json).run()
 
 
 @bench_app.command(cls=Command)

@@ -48,12 +48,32 @@ def page(report: dict[str, Any]) -> str:
         _card("What it ran on", _list(_machines(report))),
         "</div>",
         _card("What to know of these figures", _bullets([*facts(report), *report["caveats"]])),
-        f"<footer>{_text(report['format'])}; {_text(report['at'])}</footer>",
     ]
+    return _around(report, "bench serve", body)
+
+
+def whole_page(report: dict[str, Any], subtitle: str, cards: list[tuple[str, str]]) -> str:
+    """A page of other cards (title, HTML) about runs on one server, with settings and caveats."""
+    body = [
+        f"<h1>{_text(report['model'])}</h1>",
+        f'<p class="sub"><b>{_text(subtitle)}</b>; {_text(report["url"])}</p>',
+        _problems(report),
+        *(_card(title, content) for title, content in cards),
+        '<div class="two">',
+        _card("Settings", _list(_settings(report))),
+        _card("What it ran on", _list(_machines(report))),
+        "</div>",
+        _card("What to know of these figures", _bullets(report["caveats"])),
+    ]
+    return _around(report, "bench sweep", body)
+
+
+def _around(report: dict[str, Any], name: str, body: list[str]) -> str:
+    body = [*body, f"<footer>{_text(report['format'])}; {_text(report['at'])}</footer>"]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(report['model'])}: bench serve</title><style>{_STYLE}</style></head>\n"
+        f"<title>{_text(report['model'])}: {name}</title><style>{_STYLE}</style></head>\n"
         f"<body>\n{chr(10).join(x for x in body if x)}\n</body></html>\n"
     )
 

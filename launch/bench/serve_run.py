@@ -6,6 +6,7 @@ or forced. Knows the parts; nothing of screens and files.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import time
 from collections.abc import Callable
@@ -222,8 +223,10 @@ def settings(ask: Ask, load: Load, target: Target, pool: Pool) -> dict[str, Any]
     else:
         when = f"{load.concurrency} clients at once"
     drawn = load.trace is None
+    held = None if drawn else hashlib.sha256(repr(load.trace).encode()).hexdigest()[:16]
     return {
         "when": when,
+        "trace": held,
         "requests": load.requests,
         "seconds": load.seconds,
         "input_tokens": str(load.input_tokens) if drawn else None,
