@@ -15,6 +15,7 @@ from launch.cluster.interrupts import count_interrupts
 from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.sbatch import JOB_LOG, rank_log
 from launch.cluster.screen import Screen, open_screen, tell_cause, tell_tail
+from launch.cluster.stages import ENDED
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, NodeFiles, Progress, deaths_in
 from moeserve.terminal import counted, say
@@ -84,9 +85,12 @@ class _Watch:
     # ---- looking ------------------------------------------------------------------------------
 
     def _look(self, *, now: bool = False) -> None:
-        for record in self._files.new():
+        news = self._files.new()
+        for record in news:
             self._progress.feed(record)
-        every = SLURM_EVERY_READY if self._ready_told else SLURM_EVERY
+        now = now or any(record.stage == ENDED for record in news)
+        calm = self._ready_told and not self._progress.ending
+        every = SLURM_EVERY_READY if calm else SLURM_EVERY
         if now or time.monotonic() - self._asked > every:
             self._ask()
 

@@ -116,6 +116,10 @@ class Progress:
         return self.named_first is not None or any(v.failure for v in self.ranks.values())
 
     @property
+    def ending(self) -> bool:
+        return any(v.ended for v in self.ranks.values())
+
+    @property
     def primary(self) -> list[Record]:
         """Failures of ranks that did not merely lose a peer, earliest first."""
         found = [v.failure for v in self.ranks.values() if v.failure is not None]
