@@ -78,10 +78,11 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, An
     """What else is not the same: the thing compared, or a reason to doubt it."""
     pairs = [(name, a.get(name), b.get(name)) for name in _BESIDE]
     for name in _SERVER:
-        pairs.append((f"server: {name}", *((z.get("server") or {}).get(name) for z in (a, b))))
+        x, y = ((z.get("server") or {}).get(name) for z in (a, b))
+        pairs.append((f"server: {name}", x, y))
     for name in ("host", "cpu", "cores", "torch", "commit"):
-        held = ((z.get("client") or z.get("machine") or {}).get(name) for z in (a, b))
-        pairs.append((f"measured from: {name}", *held))
+        x, y = ((z.get("client") or z.get("machine") or {}).get(name) for z in (a, b))
+        pairs.append((f"measured from: {name}", x, y))
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 

@@ -151,8 +151,18 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
         ),
         "interrupted": any(x["interrupted"] for x in points),
         "problems": [f"at {x['rate']:g} a second: {p}" for x in points for p in x["problems"]],
-        "caveats": list(dict.fromkeys(c for x in points for c in x["caveats"])),
+        "caveats": _caveats(points),
     }
+
+
+def _caveats(points: list[dict[str, Any]]) -> list[str]:
+    """Those of all points once, the others with their rate."""
+    told = list(dict.fromkeys(c for x in points for c in x["caveats"]))
+    common = [c for c in told if all(c in x["caveats"] for x in points)]
+    rest = [
+        f"at {x['rate']:.3g} a second: {c}" for x in points for c in x["caveats"] if c not in common
+    ]
+    return [*common, *rest]
 
 
 def is_served(point: dict[str, Any]) -> bool:
