@@ -17,6 +17,7 @@ from launch.bench.app import bench_app
 from launch.capacity.command import plan
 from launch.cluster.app import launch_app, status, stop
 from launch.commands import Command, Group
+from launch.doctor.command import doctor
 from launch.experts.app import experts_app
 from launch.settings import OFFLINE, SERVING, Given, with_settings
 
@@ -219,6 +220,7 @@ app.add_typer(launch_app)
 
 
 app.command(cls=Command)(plan)
+app.command(cls=Command)(doctor)
 app.command(cls=Command)(status)
 app.command(cls=Command)(stop)
 

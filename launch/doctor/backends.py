@@ -1,0 +1,111 @@
+"""What each dispatcher says of this machine, for a job of so many ranks. No rank is started.
+
+Knows the registry of `dispatch` and a group that stands in for a real one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.doctor.check import Check, missing, ok
+
+if TYPE_CHECKING:
+    from dispatch.base import DispatchConfig
+    from ep.group import EPGroup
+
+SECTION = "dispatchers"
+PER_NODE = 8
+TOKENS = {"prefill": 4096, "decode": 128}  # a rank, in a step
+_DEEPSEEK_V3 = {"hidden": 7168, "top_k": 8, "experts": 256}
+
+
+def backend_checks(num_ranks: int, checkpoint: Path | None, has_gpu: bool) -> Iterator[Check]:
+    """Outside of deterministic mode, in bfloat16, for the checkpoint's sizes or DeepSeek-V3's."""
+    import dispatch
+
+    with stand_in(num_ranks, has_gpu) as group:
+        answers = {
+            phase: dispatch.probe_all(group, _config(num_ranks, tokens, _sizes(checkpoint)))
+            for phase, tokens in TOKENS.items()
+        }
+    for name in answers["decode"]:
+        said = {phase: probes[name] for phase, probes in answers.items()}
+        able = [phase for phase, probe in said.items() if probe.ok]
+        if len(able) == len(said):
+            yield ok(SECTION, name, said["decode"].reason)
+        elif able:
+            other = next(phase for phase in said if phase not in able)
+            yield ok(
+                SECTION, name, f"{able[0]}: {said[able[0]].reason}",
+                f"not for {other}: {said[other].reason}",
+            )  # fmt: skip
+        else:
+            yield missing(SECTION, name, said["decode"].reason, _remedy(name, num_ranks, has_gpu))
+
+
+def _remedy(name: str, num_ranks: int, has_gpu: bool) -> str:
+    if name == "local" and num_ranks > 1:
+        return "for one rank: --ranks 1"
+    if not has_gpu and not name.endswith("_emulated"):
+        return "wants GPUs; --dispatch torch does here" if num_ranks > 1 else ""
+    return ""
+
+
+def _sizes(checkpoint: Path | None) -> dict[str, int]:
+    if checkpoint is None:
+        return _DEEPSEEK_V3
+    try:
+        told = json.loads((checkpoint / "config.json").read_text())
+        told = told.get("text_config", told)
+        return {
+            "hidden": int(told["hidden_size"]),
+            "top_k": int(told["num_experts_per_tok"]),
+            "experts": int(told["n_routed_experts"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _DEEPSEEK_V3  # what is wrong with it is said of the checkpoint
+
+
+def _config(num_ranks: int, tokens: int, sizes: dict[str, int]) -> DispatchConfig:
+    import torch
+
+    from dispatch.base import DispatchConfig
+
+    return DispatchConfig(
+        hidden_size=sizes["hidden"],
+        top_k=sizes["top_k"],
+        num_physical_experts=-(-sizes["experts"] // num_ranks) * num_ranks,
+        max_tokens_per_rank=tokens,
+        dtype=torch.bfloat16,
+        deterministic=False,
+    )
+
+
+@contextmanager
+def stand_in(num_ranks: int, has_gpu: bool) -> Iterator[EPGroup]:
+    """A group that says that it is rank 0 of so many. What it is made of has one rank; nobody may
+    send anything over it. Within a job, the job's own groups stay as they are."""
+    import torch.distributed as dist
+
+    from ep.group import EPGroup
+
+    if num_ranks == 1:
+        yield EPGroup.single()
+        return
+    own = not dist.is_initialized()
+    if own:
+        backend = "nccl" if has_gpu and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    per_node = min(PER_NODE, num_ranks)
+    if num_ranks % per_node:
+        per_node = num_ranks
+    world: Any = dist.group.WORLD
+    try:
+        yield EPGroup(0, num_ranks, per_node, world, world)
+    finally:
+        if own:
+            dist.destroy_process_group()
