@@ -111,11 +111,12 @@ class Asked:
         """With all that `auto` leaves to us."""
         if self.auto_redundant:
             d = replace(d, redundant=0)
-            d = replace(d, redundant=d.physical - d.slots)
+            d = replace(d, redundant=min(d.physical, 2 * d.slots) - d.slots)
         spread = balance(d, self.loads_of(d), self.source)
         d = replace(d, balance=spread.mean)
         if d.dispatch == AUTO:
-            least: dict[str, Any] = {"sequences": 1} if self.auto_batch else {}
+            least: dict[str, Any] = {"sequences": 4} if self.auto_batch else {}
+            least |= {"tokens": 256} if self.auto_tokens else {}
             dispatch = choose_dispatch(replace(d, **least)).dispatch
             d = replace(d, dispatch=dispatch)
         if d.phase == "decode" and self.auto_batch:
@@ -135,17 +136,7 @@ class Asked:
             middle = (low + high + 1) // 2
             tpot = predict(replace(d, sequences=middle), self.work).tpot
             low, high = (middle, high) if tpot is not None and tpot <= limit else (low, middle - 1)
-        return max(largest_batch_below(d, self.work.context, low), 1)
-
-
-def largest_batch_below(d: Deployment, length: float, most: int) -> int:
-    """Some numbers of tokens are refused where the next smaller one is not."""
-    from launch.capacity.rules import errors, violations
-
-    for sequences in range(most, max(most - 8, 0), -1):
-        if not errors(violations(replace(d, sequences=sequences), length)):
-            return sequences
-    return most
+        return max(largest_batch(d, self.work.context, low), 1)
 
 
 def _step(d: Deployment, work: Workload, ttft: float | None) -> int:

@@ -52,7 +52,11 @@ def plan(
     ] = None,
     redundant: Annotated[
         str | None,
-        _flag(LAYOUT, _NUMBER, "Copies of experts a layer; auto: as fill the slots of all GPUs"),
+        _flag(
+            LAYOUT,
+            _NUMBER,
+            "Copies of experts a layer; auto: as many as fill the slots of all GPUs",
+        ),
     ] = None,
     shared: Annotated[
         str | None, _flag(LAYOUT, _NAME, "The shared expert: replicated, or hosted in slots")

@@ -1,4 +1,4 @@
-"""What memory and a step are made of, in words, for every way to show them."""
+"""What memory and a step are made of, sums of money: in words, for every way to show them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,7 @@ def step_parts(step: Step) -> list[tuple[str, float]]:
     if drafts > 1e-9:
         parts.append(("MTP drafts", drafts))
     return [(name, seconds) for name, seconds in parts if seconds > 0]
+
+
+def dollars(amount: float) -> str:
+    return f"${amount:.3f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"

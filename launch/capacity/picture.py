@@ -22,7 +22,7 @@ from launch.capacity.canvas import (
     plain,
     save,
 )
-from launch.capacity.parts import memory_parts, step_parts
+from launch.capacity.parts import dollars, memory_parts, step_parts
 from launch.capacity.report import Plan, Report
 from launch.capacity.rules import errors
 from launch.capacity.search import Candidate, Found, Ratio
@@ -157,7 +157,7 @@ def _cards(figure: Any, r: Report, y: float, inch: float) -> None:
         ("sent a token a layer in nodes", f"{t.within / 1e3:,.1f} kB"),
         ("across nodes", f"{t.across / 1e3:,.1f} kB"),
     ]
-    rest += [(f"a million {kind} tokens", f"${dollars:.3f}") for kind, dollars in p.cost.items()]
+    rest += [(f"a million {kind} tokens", dollars(x)) for kind, x in p.cost.items()]
     rest.append(("at a GPU-hour of", f"${r.price:g}"))
     columns = (
         ("predicted", speed, 0.05, 0.315),

@@ -67,25 +67,27 @@ def choose_dispatch(d: Deployment) -> Deployment:
     return next(way for way in ways if not errors(list(_dispatch(way))))
 
 
-def largest_batch(d: Deployment, length: float) -> int:
-    """Sequences a GPU that memory and the limits of its way to dispatch allow; 0: none."""
+def largest_batch(d: Deployment, length: float, most: int = _MOST_SEQUENCES) -> int:
+    """Sequences a GPU, up to `most`, that memory and the limits of its way to dispatch allow; 0:
+    none."""
 
     def fits(sequences: int) -> bool:
         asked = replace(d, sequences=sequences)
         return sequences_that_fit(asked, length) >= sequences
 
-    low, high = 0, _MOST_SEQUENCES
+    low, high = 0, most
     if d.dispatch == "deepep_ll" and d.gpus > 1:
         hidden = d.shape.config.hidden_size
-        high = deepep.ll_largest_tokens(d.gpus, hidden, d.physical, None) // (1 + d.drafts)
+        tokens = deepep.ll_largest_tokens(d.gpus, hidden, d.physical, None)
+        high = min(most, tokens // (1 + d.drafts))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    while low > 0 and errors(list(_dispatch(replace(d, sequences=low)))):
-        if errors(list(_dispatch(replace(d, sequences=1)))) and low > 8:
-            return low  # it is not the batch that is refused
-        low -= 1
-    return low
+    # Some numbers of tokens are refused where the next smaller one is not.
+    for sequences in range(low, max(low - 4, 0), -1):
+        if not errors(list(_dispatch(replace(d, sequences=sequences)))):
+            return sequences
+    return low  # it is not the batch that is refused
 
 
 def _layout(d: Deployment) -> Iterator[Violation]:
@@ -99,10 +101,11 @@ def _layout(d: Deployment) -> Iterator[Violation]:
         )
     if d.gpus > d.slots:
         more = d.gpus - m.n_routed_experts - d.hosted
+        most = d.slots if d.slots <= d.gpu.per_node else d.slots - d.slots % d.gpu.per_node
         yield Violation(
             "every GPU has an expert",
-            f"{d.gpus} GPUs for {d.slots} slots: at most {d.slots} GPUs, or redundant: {more}",
-            (("gpus", d.slots), ("redundant", more)),
+            f"{d.gpus} GPUs for {d.slots} slots: at most {most} GPUs, or redundant: {more}",
+            (("gpus", most), ("redundant", more)),
         )
     elif empty := d.physical - d.slots:
         near = [r for r in (d.redundant + empty - d.gpus, d.redundant + empty) if r >= 0]
@@ -212,7 +215,8 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
     for text in said:
         if text.startswith("decode needs"):
             text += f": {d.sequences} x (1 + {d.drafts}) = {d.decode_tokens}"
-        yield Violation(d.dispatch, text, near)
+        of_size = text.startswith(("max_tokens", "decode needs")) or " ranks: " in text
+        yield Violation(d.dispatch, text, near if of_size else ())
 
 
 def _ll_batch(d: Deployment) -> tuple[tuple[str, int], ...]:

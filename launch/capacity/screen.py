@@ -12,7 +12,7 @@ from rich.table import Table
 
 from launch.capacity.asked import Asked
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
-from launch.capacity.parts import memory_parts, step_parts
+from launch.capacity.parts import dollars, memory_parts, step_parts
 from launch.capacity.report import ASSUMED, Plan, Report
 from launch.capacity.rules import ERROR, errors
 from launch.capacity.search import Candidate, Found, Ratio
@@ -112,7 +112,7 @@ def _costs(plan: Plan) -> Table:
     cost = plan.cost()
     for kind in cost:
         table.add_column(kind, justify="right")
-    table.add_row(*("-" if x is None else f"${x:.3f}" for x in cost.values()))
+    table.add_row(*("-" if x is None else dollars(x) for x in cost.values()))
     return table
 
 
@@ -201,10 +201,10 @@ def show_search(found: list[Found], shares: Ratio | None, asked: Asked, console:
             f"[bold]{shares.prefill} prefill : {shares.decode} decode[/] instances keep up with "
             f"each other: {shares.gpus} GPUs, {shares.requests_per_s:.1f} requests/s"
         )
-    costs = {k: x for f in found if f.best for k, x in f.best.prediction.cost.items()}
+    costs = {kind: x for f in found if f.best for kind, x in f.best.prediction.cost.items()}
     if costs:
         price = d.gpu.price if asked.price is None else asked.price
-        told = ", ".join(f"{kind} ${dollars:.3f}" for kind, dollars in costs.items())
+        told = ", ".join(f"{kind} {dollars(x)}" for kind, x in costs.items())
         console.print(f"a million tokens at ${price:g} a GPU-hour: {told}")
 
 

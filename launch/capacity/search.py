@@ -27,6 +27,10 @@ DRAFTS = (0, 1, 2, 3)
 SPARE = (0.0, 0.125, 0.5, 1.0)  # redundant slots as a share of the experts, at least
 
 
+_Home = tuple[Literal["replicated", "hosted"], int]  # of the shared expert; pieces in slots
+_REPLICATED: _Home = ("replicated", 0)
+
+
 @dataclass(frozen=True)
 class Candidate:
     deployment: Deployment
@@ -162,14 +166,13 @@ def ratio(prefill: Candidate, decode: Candidate, work: Workload, most: int = 64)
 def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[Deployment]:
     """Numbers of GPUs, redundant slots that leave none empty, both homes of the shared expert."""
     m = base.shape.config
-    homes: tuple[tuple[Literal["replicated", "hosted"], int], ...] = (("replicated", 0),)
-    if m.n_shared_experts:
-        homes += (("hosted", m.n_shared_experts),)
+    hosting: tuple[_Home, ...] = (("hosted", m.n_shared_experts),) if m.n_shared_experts else ()
     node = base.gpu.per_node
     counts = {n for n in (1, 2, 4, *GPUS) if n <= most and (n <= node or n % node == 0)} | {most}
     for gpus in sorted(n for n in counts if n <= 2 * m.n_routed_experts):
         seen = set()
-        for home, hosted in homes:
+        # Slots take the shared expert's work from every GPU: that pays over many nodes only.
+        for home, hosted in (_REPLICATED, *(hosting if gpus > node else ())):
             experts = m.n_routed_experts + hosted
             for share in SPARE:
                 slots = math.ceil(m.n_routed_experts * (1 + share) / gpus) * gpus
