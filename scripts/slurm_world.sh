@@ -113,14 +113,20 @@ in_node() {
 }
 
 down() {
-  local dir=$1 file ns
+  local dir=$1 file name i pids=()
   export SLURM_CONF=$dir/slurm.conf
   scancel --full --signal=KILL --user=root 2>/dev/null || true
   for file in "$dir"/slurmd.*.pid "$dir"/slurmctld.pid; do
-    [ -e "$file" ] && kill "$(cat "$file")" 2>/dev/null || true
+    [ -e "$file" ] && pids+=("$(cat "$file")")
   done
-  if [ -e "$dir/munge.ours" ]; then kill "$(cat /run/munge/munged.pid)" 2>/dev/null || true; fi
-  for ns in $(ip netns list | awk '/^moeslurm-/ {print $1}'); do ip netns del "$ns"; done
+  if [ -e "$dir/munge.ours" ]; then pids+=("$(cat /run/munge/munged.pid)"); fi
+  for i in "${pids[@]}"; do kill "$i" 2>/dev/null || true; done
+  for ((i = 0; i < 40; i++)); do  # a namespace lives as long as its last process
+    kill -0 "${pids[@]}" 2>/dev/null || break
+    sleep 0.25
+  done
+  for name in $(ip -o link show | grep -oE 'moes[0-9]+'); do ip link del "$name" 2>/dev/null || true; done
+  for name in $(ip netns list | awk '/^moeslurm-/ {print $1}'); do ip netns del "$name"; done
   ip link del $bridge 2>/dev/null || true
 }
 

@@ -112,8 +112,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         pytest.skip("needs root and Slurm: make test-slurm")
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
-    subprocess.run(["bash", str(WORLD), "up", str(folder), "2"], check=True, timeout=120)
     try:
+        subprocess.run(["bash", str(WORLD), "up", str(folder), "2"], check=True, timeout=120)
         yield World(folder)
     finally:
         subprocess.run(["bash", str(WORLD), "down", str(folder)], check=True, timeout=60)
