@@ -81,8 +81,13 @@ class Target:
     def client(self) -> httpx.AsyncClient:
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, 30.0), pool=None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = dict(self.headers)
-        return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, headers=headers)
+        return httpx.AsyncClient(
+            base_url=self.url,
+            timeout=timeout,
+            limits=limits,
+            headers=dict(self.headers),
+            verify=self.url.startswith("https"),  # else certificates would be read for nothing
+        )
 
 
 @dataclass

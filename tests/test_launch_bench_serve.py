@@ -1,0 +1,312 @@
+"""`moeserve bench serve` against a server that fails in every way, and our own front end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_world import checkpoint_folder, scripted_job  # noqa: F401  (fixtures)
+from typer.testing import CliRunner, Result
+
+from launch.bench.serve_call import Fault
+from launch.cli import app
+from moeserve.errors import ConfigError, MoeserveError
+from moeserve.server.rehearsal import Rehearsal
+
+FIRST_SECONDS = 0.25  # of the server whose first token is slow
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A peer's server: only /v1/models and streams; `ways` says what call number k is like."""
+
+    protocol_version = "HTTP/1.1"
+    ways: list[str] = []
+    bodies: list[dict[str, Any]] = []
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(200, {"object": "list", "data": [{"id": "peer"}]})
+        else:
+            self._answer(404, {"error": {"message": "no such route"}})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not self.path.startswith("/v1/") or not self.path.endswith("completions"):
+            self._answer(404, {"error": {"message": "no such route"}})
+            return
+        way = self.ways[len(self.bodies) % len(self.ways)]
+        self.bodies.append(body)
+        if way == "500":
+            self._answer(500, {"error": {"message": "it broke"}})
+        elif way == "json":
+            self._answer(200, {"choices": [{"text": "whole", "finish_reason": "stop"}]})
+        else:
+            self._stream(way, body["max_tokens"], body.get("messages") is not None)
+
+    def _answer(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _stream(self, way: str, wanted: int, chat: bool) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        if way == "slow":
+            time.sleep(FIRST_SECONDS)
+        count = {"empty": 0, "short": wanted - 2, "long": wanted + 1, "cut": 2}.get(way, wanted)
+        for number in range(count):
+            said: dict[str, Any] = {"delta": {"content": "x"}} if chat else {"text": "x"}
+            self._event({"choices": [said | {"finish_reason": None}]})
+            if way == "told" and number == 1:
+                self._event({"error": {"message": "out of luck"}})
+        if way == "bad":
+            self.wfile.write(b"data: {nonsense\n\n")
+        if way in ("cut", "broken"):
+            if way == "broken":  # in the middle of an event
+                self.wfile.write(b'data: {"choices": [{"te')
+            return
+        reason = {"nameless": None, "refused": "abort", "empty": "stop"}.get(way, "length")
+        self._event({"choices": [{"text": "", "delta": {}, "finish_reason": reason}]})
+        if way != "silent":
+            usage = {"prompt_tokens": 7, "completion_tokens": count}
+            self._event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, content: Any) -> None:
+        self.wfile.write(b": a comment\ndata: " + json.dumps(content).encode() + b"\n\n")
+
+
+class Peer:
+    """A fake server whose calls go the ways that a test says."""
+
+    def __init__(self) -> None:
+        self.handler = type("OwnHandler", (Handler,), {"ways": ["fine"], "bodies": []})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for the commit takes longer than the rest of a run."""
+    monkeypatch.setattr("launch.bench.machine.commit_of", lambda home: "")
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer()
+    yield made
+    made.close()
+
+
+def bench(url: str, folder: Path, *flags: str) -> tuple[Result, dict[str, Any]]:
+    """The command's result, and its report; {} where it made none."""
+    file = folder / "result.json"
+    length = [] if any(x.startswith("--trace") for x in flags) else ["--input-tokens=6"]
+    words = ["bench", "serve", url, f"--json={file}", *length, *flags]
+    result = CliRunner().invoke(app, words)
+    return result, json.loads(file.read_text()) if file.exists() else {}
+
+
+KINDS = {
+    "500": "http 500",
+    "json": Fault.NO_STREAM,
+    "empty": Fault.EMPTY,
+    "short": Fault.SHORT,
+    "long": Fault.LONG,
+    "cut": Fault.NO_DONE,
+    "broken": Fault.NO_DONE,
+    "told": Fault.TOLD,
+    "bad": Fault.BAD_EVENT,
+    "nameless": Fault.NO_FINISH,
+    "refused": Fault.BAD_FINISH,
+}
+
+
+def test_each_failure_is_counted_by_its_kind(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["fine", *KINDS]
+    flags = ("--requests=24", "--concurrency=1", "--output-tokens=4", "--ignore-eos", "--warmup=0")
+    result, report = bench(peer.url, tmp_path, *flags)
+    assert result.exit_code == 1, result.output
+    expected = Counter(KINDS.values())
+    assert {k: x["count"] for k, x in report["errors"].items()} == {
+        kind: 2 * count for kind, count in expected.items()
+    }
+    assert [x["fault"] for x in report["samples"]] == 2 * [None, *KINDS.values()]
+    assert report["calls"] == {
+        "sent": 24, "good": 2, "failed": 22, "cut_short_here": 0, "within_limits": 2,
+    }  # fmt: skip
+    assert report["errors"]["http 500"]["examples"] == ["it broke"]
+    for kind in expected:
+        assert any(kind in x for x in report["problems"])
+    assert "PROBLEM: 2 of 24 calls: http 500 (it broke)" in result.output
+    assert bench(peer.url, tmp_path, *flags, "--allow-errors")[0].exit_code == 0
+
+
+def test_a_good_run_of_a_peer_tells_what_is_not_known(peer: Peer, tmp_path: Path) -> None:
+    flags = ("--requests=5", "--concurrency=2", "--output-tokens=4", "--temperature=0.5")
+    result, report = bench(peer.url, tmp_path, *flags, "--nodes=2", "--gpus=16")
+    assert result.exit_code == 0, result.output
+    assert report["problems"] == [] and report["errors"] == {}
+    assert report["tokens"]["output"] == 20 and report["tokens"]["input"] == 35
+    assert report["tokens"]["cached_input"] is None and report["cache_hit_share"] is None
+    whole, gpu = report["throughput"]["all"], report["throughput"]["per_gpu"]
+    assert gpu["output_tokens_per_second"] == pytest.approx(whole["output_tokens_per_second"] / 16)
+    node = report["throughput"]["per_node"]["input_tokens_per_second"]
+    assert node == pytest.approx(whole["input_tokens_per_second"] / 2)
+    assert report["steps"] == [] and report["experts"] is None and report["preemptions"] is None
+    assert any("none of ours" in x for x in report["caveats"])
+    body = peer.handler.bodies[-1]
+    assert body["temperature"] == 0.5 and body["stream_options"] == {"include_usage": True}
+    assert "ignore_eos" not in body and "return_token_ids" not in body
+
+
+def test_without_usage_events_count_and_that_is_said(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["silent"]
+    result, report = bench(peer.url, tmp_path, "--requests=3", "--output-tokens=4", "--warmup=0")
+    assert result.exit_code == 0 and report["tokens"]["output"] == 12
+    assert report["tokens_are"] == "events" and any("usage" in x for x in report["caveats"])
+
+
+def test_a_slow_first_token_is_seen_in_ttft_only(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["slow"]
+    limit = f"--ttft-limit={500 * FIRST_SECONDS:g}"
+    flags = ("--requests=3", "--concurrency=3", "--output-tokens=4", "--warmup=0", limit)
+    _, report = bench(peer.url, tmp_path, *flags)
+    assert report["latency_ms"]["ttft"]["least"] >= 1e3 * FIRST_SECONDS
+    assert report["latency_ms"]["tpot"]["most"] < report["latency_ms"]["ttft"]["least"]
+    assert report["calls"]["good"] == 3 and report["calls"]["within_limits"] == 0
+
+
+def test_conversations_take_the_answers_along(peer: Peer, tmp_path: Path) -> None:
+    flags = ("--requests=2", "--turns=3", "--concurrency=1", "--output-tokens=2", "--warmup=0")
+    _, report = bench(peer.url, tmp_path, *flags, '--extra-body={"top_k": 3}')
+    assert report["calls"]["good"] == 6 and peer.handler.bodies[0]["top_k"] == 3
+    roles = [[m["role"] for m in x["messages"]] for x in peer.handler.bodies]
+    assert roles[:3] == [["user", "assistant"] * n + ["user"] for n in range(3)]
+    assert peer.handler.bodies[2]["messages"][1]["content"] == "xx"
+    first = [x["messages"][0]["content"] for x in peer.handler.bodies]
+    assert first[0] == first[1] != first[3]
+
+
+def test_what_was_sent_can_be_sent_again(peer: Peer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    drawn = ("--requests=4", "--rate=200", "--output-tokens=uniform:1,5", "--warmup=0")
+    assert bench(peer.url, tmp_path, *drawn, f"--record={trace}")[0].exit_code == 0
+    sent = [(x["prompt"], x["max_tokens"]) for x in peer.handler.bodies]
+    peer.handler.bodies.clear()
+    result, report = bench(peer.url, tmp_path, f"--trace={trace}", "--speed=2", "--warmup=0")
+    assert result.exit_code == 0, result.output
+    assert sorted((x["prompt"], x["max_tokens"]) for x in peer.handler.bodies) == sorted(sent)
+    assert report["settings"]["trace"] and not any("random" in x for x in report["caveats"])
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        result, _ = bench(f"http://127.0.0.1:{held.getsockname()[1]}", tmp_path)
+    assert isinstance(result.exception, MoeserveError)
+    assert "no server answers" in str(result.exception)
+
+
+def test_a_warm_up_that_fails_altogether_ends_it(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["500"]
+    result, report = bench(peer.url, tmp_path)
+    assert isinstance(result.exception, MoeserveError) and not report
+    assert "http 500: it broke" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--rate=1", "--concurrency=2"), "give one of them"),
+        (("--input-tokens=0",), "--input-tokens"),
+        (("--output-tokens=normal:5",), "--output-tokens"),
+        (("--arrivals=poisson",), "--arrivals"),
+        (("--rate=1", "--arrivals=bursts"), "valid are poisson, fixed"),
+        (("--shared-prefix=-1",), "--shared-prefix"),
+        (("--turns=2", "--endpoint=completions"), "--turns 2"),
+        (("--extra-body=[]",), "--extra-body"),
+        (("--speed=2",), "--trace"),
+        (("--rate=0",), "--rate 0"),
+        (("--html=nowhere/at/all.html",), "no folder"),
+    ],
+)
+def test_wrong_flags_are_named_before_anything_is_sent(
+    tmp_path: Path, flags: tuple[str, ...], named: str
+) -> None:
+    words = ["bench", "serve", "http://127.0.0.1:1", *flags]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, ConfigError) and named in str(error), error
+
+
+def test_our_own_server_tells_everything(job: Rehearsal, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    flags = ("--requests=8", "--concurrency=4", "--output-tokens=5", "--ignore-eos")
+    result, report = bench(job.url, tmp_path, *flags, f"--html={page}", "--shared-prefix=3")
+    assert result.exit_code == 0, result.output
+    assert report["gpus"] == 2 and report["nodes"] == 1 and report["server"]["ours"]
+    assert report["tokens_are"] == "usage" and report["tokens"]["output"] == 40
+    assert report["tokens"]["input"] == 48 and report["tokens"]["cached_input"] == 32  # 4 a call
+    assert report["throughput"]["all"]["cached_input_tokens_per_second"] > 0
+    assert any("forced" in x for x in report["caveats"])
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "http://" not in text.replace(job.url, "").replace(
+        "http://www.w3.org", ""
+    ).replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    assert "src=" not in text and "<script" not in text and "@import" not in text
+
+
+def test_more_tokens_than_the_model_holds_are_refused_first(job: Rehearsal, tmp_path: Path) -> None:
+    result, _ = bench(job.url, tmp_path, "--output-tokens=5000")
+    assert isinstance(result.exception, ConfigError) and "5006" in str(result.exception)
+
+
+def test_several_processes_share_the_load(peer: Peer, tmp_path: Path) -> None:
+    flags = ("--requests=6", "--concurrency=3", "--output-tokens=3", "--workers=2", "--warmup=0")
+    result, report = bench(peer.url, tmp_path, *flags)
+    assert result.exit_code == 0 and report["generator"]["workers"] == 2
+    assert [x["conversation"] for x in report["samples"]] == list(range(6))
+    assert report["tokens"]["output"] == 18
+
+
+def test_a_sweep_finds_what_is_served(peer: Peer, tmp_path: Path) -> None:
+    file, page, plot = (tmp_path / f"sweep.{x}" for x in ("json", "html", "png"))
+    flags = ("--rates=40,80", "--requests=6", "--input-tokens=6", "--output-tokens=3")
+    limits = ("--ttft-limit=5000", "--tpot-limit=5000")
+    words = ["bench", "sweep", peer.url, *flags, *limits, f"--json={file}", f"--html={page}"]
+    result = CliRunner().invoke(app, [*words, f"--plot={plot}"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert [x["rate"] for x in report["points"]] == [40, 80] and report["knee"] == 80
+    assert report["limits"] == {"ttft_ms": 5000, "tpot_ms": 5000}
+    assert "knee: 80" in result.output and plot.stat().st_size > 1000
+    assert "<svg" in page.read_text()
+    peer.handler.ways = ["short"]  # fewer tokens than asked, by finish_reason length
+    result = CliRunner().invoke(app, ["bench", "sweep", peer.url, *flags, "--warmup=0"])
+    assert "fewer tokens than asked for" in str(result.exception)

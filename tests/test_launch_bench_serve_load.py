@@ -1,0 +1,359 @@
+"""Load, prompts, traces and figures of `moeserve bench serve`: pure parts, by property."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import threading
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_world import checkpoint_folder  # noqa: F401  (fixture)
+
+from launch.bench.compare import ratios, unlike_settings
+from launch.bench.serve_call import CUT, Call, Fault, Target
+from launch.bench.serve_drive import Share, Tally, drive
+from launch.bench.serve_figures import (
+    Limits,
+    errors_by_kind,
+    figures,
+    gaps,
+    generator,
+    latency,
+    over_time,
+    samples,
+)
+from launch.bench.serve_flags import Ask
+from launch.bench.serve_load import Lengths, Load, SharedPrefix, Turn, arrival_times
+from launch.bench.serve_prompts import WORDS, Pool, PromptMaker
+from launch.bench.serve_run import FORMAT
+from launch.bench.serve_trace import read_trace, write_trace
+from launch.bench.sweep import next_rate
+from moeserve.errors import ConfigError
+
+
+def lengths(text: str) -> Lengths:
+    problems: list[str] = []
+    made = Lengths.parse("--input-tokens", text, problems)
+    assert not problems, problems
+    return made
+
+
+# ---- when and how long --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.5, 20.0])
+def test_poisson_gaps_are_exponential(rate: float) -> None:
+    times = list(itertools.islice(arrival_times(rate, "poisson", 3), 20_001))
+    gap = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gap) / len(gap)
+    assert times[0] == 0.0 and min(gap) >= 0
+    assert mean == pytest.approx(1 / rate, rel=0.03)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in gap) / len(gap))
+    assert deviation == pytest.approx(mean, rel=0.05)  # as only exponential ones have it
+    assert sum(x > mean for x in gap) / len(gap) == pytest.approx(math.exp(-1), abs=0.02)
+
+
+def test_fixed_gaps_do_not_drift() -> None:
+    times = list(itertools.islice(arrival_times(10.0, "fixed", 0), 1001))
+    assert times[1000] == 100.0 and times[1] == 0.1
+
+
+@given(
+    st.integers(0, 2**31), st.sampled_from(["512", "normal:60,30", "uniform:3,9", "lognormal:9,1"])
+)
+@settings(max_examples=25, deadline=None)
+def test_a_seed_is_a_load(seed: int, text: str) -> None:
+    def made(seed: int, **more: Any) -> list[Any]:
+        load = Load(lengths(text), lengths("uniform:1,4"), seed=seed, turns=2, **more)
+        return list(itertools.islice(load.conversations(), 12))
+
+    timed = made(seed, rate=2.0)
+    assert timed == made(seed, rate=2.0)
+    # Other rates, and clients instead of rates, ask the same, only at other times.
+    assert [x.turns for x in timed] == [x.turns for x in made(seed, concurrency=3)]
+    assert timed != made(seed + 1, rate=2.0)
+    assert all(x.input_tokens >= 1 and 1 <= x.output_tokens <= 4 for c in timed for x in c.turns)
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "least", "most"),
+    [
+        ("37", 37, 37, 37),
+        ("normal:100,10", 100, 40, 160),
+        ("uniform:10,20", 15, 10, 20),
+        ("lognormal:100,0.5", 100 * math.exp(0.125), 10, 1000),
+    ],
+)
+def test_lengths_are_of_their_distribution(text: str, mean: float, least: int, most: int) -> None:
+    dice, made = random.Random(1), lengths(text)
+    drawn = [made.draw(dice) for _ in range(8000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.02)
+    assert least <= min(drawn) and max(drawn) <= most and str(made) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "1.5", "normal:5", "normal:5,-1", "uniform:9,3", "zipf:1,2", "nan", "1,2"]
+)
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    problems: list[str] = []
+    Lengths.parse("--input-tokens", text, problems)
+    assert problems and "--input-tokens" in problems[0]
+
+
+def test_workers_share_conversations_and_clients() -> None:
+    load = Load(lengths("4"), lengths("2"), concurrency=5, requests=11)
+    shares = [Share(index, 3) for index in range(3)]
+    numbers = [x.number for share in shares for x in share.of(load.conversations())]
+    assert sorted(numbers) == list(range(11))
+    assert sum(share.clients(5) for share in shares) == 5
+
+
+def test_time_bounds_what_is_begun() -> None:
+    load = Load(lengths("4"), lengths("2"), rate=10.0, arrivals="fixed", seconds=1.0)
+    assert len(list(load.conversations())) == 11
+
+
+# ---- prompts ------------------------------------------------------------------------------
+
+
+def test_prompts_have_their_lengths_and_share_their_beginning(folder: Path) -> None:
+    pool = Pool.of_folder(folder)
+    assert pool.ids is not None and pool.exact
+    maker = PromptMaker(pool, 5, as_ids=True)
+    shared = SharedPrefix.parse("0.5", [])
+    made = [maker.of(k, 0, Turn(n, 1, shared.of(n))) for k, n in enumerate((40, 40, 80))]
+    assert [len(x) for x in made] == [40, 40, 80]
+    assert made[0][:20] == made[1][:20] == made[2][:20] and made[0][20:] != made[1][20:]
+    assert made[0] == PromptMaker(pool, 5, as_ids=True).of(0, 0, Turn(40, 1, 20))
+    assert made[0] != PromptMaker(pool, 6, as_ids=True).of(0, 0, Turn(40, 1, 20))
+    assert set(made[2]) <= set(pool.ids)
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = PromptMaker(pool, 5, as_ids=False).of(0, 0, Turn(200, 1))
+    assert len(tokenizer.encode(text).ids) == pytest.approx(200, rel=0.05)
+
+
+def test_a_pool_from_tokenize_and_a_guess() -> None:
+    pool = Pool.of_server(lambda text: [len(text), 7])
+    assert pool.ids is not None and 7 in pool.ids and set(pool.costs) == {2}
+    guess = Pool.guessed("nothing there")
+    assert guess.ids is None and not guess.exact
+    assert len(guess.text(140, random.Random(0)).split()) == 100
+    assert len(set(WORDS)) > 100
+
+
+# ---- traces -------------------------------------------------------------------------------
+
+
+def test_traces_of_both_forms(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        '{"at": 3.5, "input_tokens": 9, "output_tokens": 2, "prompt": [1, 2]}\n\n'
+        '{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}\n'
+        '{"at": 4, "conversation": 8, "input_tokens": 1, "output_tokens": 1}\n'
+        '{"at": 5, "conversation": 8, "input_tokens": 2, "output_tokens": 1}\n'
+    )
+    trace = read_trace(file)
+    assert [x.at for x in trace] == [0.0, 0.5, 1.0]
+    assert trace[0].turns[0].blocks == (1, 2) and trace[1].turns[0].given == [1, 2]
+    assert [x.input_tokens for x in trace[2].turns] == [1, 2]
+    maker = PromptMaker(Pool("", tuple(range(99)), (1.0,) * len(WORDS)), 0, as_ids=True)
+    one = maker.of(0, 0, trace[0].turns[0])
+    other = maker.of(1, 0, Turn(900, 1, blocks=(1, 3)))
+    assert len(one) == 700 and one[:512] == other[:512] and one[512:] != other[512:700]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("[]", "JSON object"),
+        ("{", "line 1"),
+        ('{"input_tokens": 1, "output_tokens": 1}', "at (or timestamp)"),
+        ('{"at": -1, "input_tokens": 1, "output_tokens": 1}', "at: -1"),
+        ('{"at": 0, "input_tokens": 1, "output_tokens": 0}', "at least 1"),
+        ('{"at": 0, "input_tokens": 1, "output_tokens": 1, "prompt": 3}', "prompt"),
+        ("", "holds no calls"),
+    ],
+)
+def test_broken_traces_are_named(tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="trace.jsonl") as error:
+        read_trace(file)
+    assert named in str(error.value)
+
+
+def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_trace(file, [(0.0, 0, Turn(3, 4), [5, 6, 7]), (0.25, 1, Turn(2, 1), "text")])
+    trace = read_trace(file)
+    assert [(x.at, x.turns[0].given) for x in trace] == [(0.0, [5, 6, 7]), (0.25, "text")]
+
+
+# ---- figures ------------------------------------------------------------------------------
+
+
+def call(
+    number: int, sent: float, times: list[float], fault: str | None = None, **more: Any
+) -> Call:
+    made = Call(number, 0, 8, len(times), None, sent=sent, fault=fault, **more)
+    made.times = array("d", times)
+    made.ended = times[-1] if times else sent + 1
+    made.output_tokens = len(times)
+    made.prompt_tokens, made.cached_tokens = 8, 2
+    return made
+
+
+def test_figures_of_a_known_run() -> None:
+    calls = [call(0, 0.0, [1.0, 1.5, 2.0]), call(1, 1.0, [1.5, 2.5, 5.0])]
+    report = figures(calls, 2, 4, Limits(ttft_ms=600))
+    assert report["seconds"] == 5.0 and report["goodput_requests_per_second"] == 0.2
+    assert report["throughput"]["all"]["output_tokens_per_second"] == pytest.approx(6 / 5)
+    assert report["throughput"]["per_node"]["computed_input_tokens_per_second"] == 12 / 5 / 2
+    assert report["throughput"]["per_gpu"]["cached_input_tokens_per_second"] == 4 / 5 / 4
+    assert report["cache_hit_share"] == 0.25
+    held = report["latency_ms"]
+    assert held["ttft"]["mean"] == 750 and held["ttft"]["p99"] == 1000
+    assert held["tpot"]["least"] == 500 and held["tpot"]["most"] == pytest.approx(1750)
+    assert held["itl"]["count"] == 4 and held["e2e"]["most"] == 4000
+    series = over_time(calls, bins=5)
+    assert sum(series["output_tokens_per_second"]) * 1.0 == pytest.approx(6)
+    assert sum(series["in_flight"]) == pytest.approx(2 + 4)  # seconds that calls lasted
+
+
+def test_calls_that_failed_count_apart() -> None:
+    broken = call(1, 0.0, [0.5], Fault.SHORT, detail="1 of 3")
+    calls = [call(0, 0.0, [1.0, 2.0]), broken, call(2, 0.0, [], CUT)]
+    report = figures(calls, 1, 1, Limits())
+    assert report["calls"] == {
+        "sent": 3, "good": 1, "failed": 1, "cut_short_here": 1, "within_limits": 1,
+    }  # fmt: skip
+    assert report["latency_ms"]["ttft"]["count"] == 1
+    assert errors_by_kind(calls) == {Fault.SHORT: {"count": 1, "examples": ["1 of 3"]}}
+    empty = figures([], 1, 1, Limits())
+    assert empty["latency_ms"]["ttft"] is None and empty["tokens"]["input"] is None
+
+
+def test_several_tokens_of_an_event_came_at_once() -> None:
+    several = call(0, 0.0, [1.0, 2.0])
+    several.counts = array("q", [1, 3])
+    several.output_tokens = None
+    assert several.num_output == 4 and several.tpot == pytest.approx(1 / 3)
+    assert sorted(gaps(several)) == [0.0, 0.0, 1.0]
+
+
+@given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=200))
+def test_percentiles_are_values_that_were_measured(values: list[float]) -> None:
+    held = latency(values)
+    assert held is not None
+    in_ms = sorted(1e3 * x for x in values)
+    for name, percent in (("p50", 50), ("p90", 90), ("p99", 99)):
+        assert held[name] in in_ms
+        assert sum(x <= held[name] for x in in_ms) >= percent / 100 * len(in_ms) - 1e-9
+        below = sum(x < held[name] for x in in_ms)
+        assert below <= percent / 100 * len(in_ms)
+    assert held["least"] <= held["p50"] <= held["p90"] <= held["p99"] <= held["most"]
+
+
+def test_a_generator_that_is_late_or_busy_says_so() -> None:
+    calls = [call(n, n + 0.0, [n + 0.1, n + 0.2]) for n in range(20)]
+    for made in calls:
+        made.due = made.sent
+    assert not generator(calls, [0.0001] * 50, 0.1, 1)["was_limit"]
+    assert "--workers" in generator(calls, [0.0001] * 50, 0.97, 1)["why"]
+    assert "event loop" in generator(calls, [0.08] * 50, 0.1, 1)["why"]
+    calls[3].due = calls[3].sent - 0.5
+    told = generator(calls, [0.0001] * 50, 0.1, 1)
+    assert told["was_limit"] and "500 ms after its time" in told["why"]
+
+
+# ---- compare, sweep -----------------------------------------------------------------------
+
+
+def report_of(calls: list[Call], **settings: Any) -> dict[str, Any]:
+    made = figures(calls, 1, 1, Limits())
+    return made | {"format": FORMAT, "samples": samples(calls), "settings": {"seed": 0} | settings}
+
+
+def test_compare_pairs_calls_by_their_number() -> None:
+    first = [call(n, 0.0, [1.0 + n, 2.0 + n]) for n in range(4)]
+    second = [call(n, 0.0, [2 * (1.0 + n), 2 * (2.0 + n)]) for n in reversed(range(4))]
+    second[0].fault = Fault.SHORT  # its pair is left out
+    rows = {x["what"]: x for x in ratios(report_of(first), report_of(second))}
+    ttft = rows["TTFT, ms, by call"]
+    assert ttft["ratio"] == 2.0 and ttft["pairs"] == 3 and ttft["better"] == "less"
+    assert rows["output tokens/s a node"]["better"] == "more"
+    assert unlike_settings(report_of(first), report_of(first, seed=1)) == [("seed", 0, 1)]
+
+
+def test_compare_refuses_unlike_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launch.bench.compare import Compare
+
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for seed, file in enumerate(files):
+        file.write_text(json.dumps(report_of([call(0, 0.0, [1.0, 2.0])], seed=seed)))
+    with pytest.raises(ConfigError, match="seed: 0 in A, 1 in B"):
+        Compare(*files, force=False, as_json=False).run()
+    Compare(*files, force=True, as_json=True).run()
+    assert json.loads(capsys.readouterr().out)["unlike"] == [["seed", 0, 1]]
+    Compare(*files, force=True, as_json=False).run()
+    assert "SETTING DIFFERS: seed: 0 / 1" in capsys.readouterr().out
+    files[0].write_text("{}")
+    with pytest.raises(ConfigError, match="no result of bench"):
+        Compare(*files, force=True, as_json=False).run()
+
+
+@given(st.floats(0.01, 1000), st.floats(0.01, 1000))
+def test_the_ladder_ends_just_below_the_knee(first: float, knee: float) -> None:
+    tried: list[tuple[float, bool]] = []
+    while (rate := next_rate(tried, first)) is not None:
+        tried.append((rate, rate <= knee))
+        assert len(tried) <= 12
+    served = [rate for rate, fine in tried if fine]
+    if len(tried) < 12 and served:
+        assert max(served) <= knee <= 1.2 * max(served) * 1.0001
+
+
+# ---- the drive ----------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_a_run_with_what_was_done() -> None:
+    import socket
+
+    with socket.socket() as silent:  # takes connections, says nothing
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        tally = Tally()
+
+        def watch() -> None:
+            if tally.sent == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        assert threading.current_thread() is threading.main_thread()
+        load = Load(lengths("4"), lengths("2"), concurrency=3, requests=50)
+        maker = PromptMaker(Pool.guessed(""), 0, as_ids=False)
+        driven = drive(load, Target(url, "m", chat=False), maker, tally, watch=watch)
+    assert driven.interrupted and [x.fault for x in driven.calls] == [CUT] * 3
+    assert figures(driven.calls, 1, 1, Limits())["calls"]["cut_short_here"] == 3
+
+
+def test_what_was_typed_becomes_a_load(tmp_path: Path) -> None:
+    assert Ask("x").load().concurrency == 8 and Ask("x").load().requests == 100
+    timed = Ask("x", rate=2.0, seconds=3.0).load()
+    assert timed.open_loop and timed.requests is None
+    with pytest.raises(ConfigError) as error:
+        Ask("x", rate=-1.0, input_tokens="?", json=tmp_path / "no" / "x.json").load()
+    assert len(error.value.problems) == 3  # all at once
