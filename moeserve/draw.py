@@ -22,6 +22,7 @@ Knows numbers only. `sampler.sample_slowly` has the same rule in plain steps.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -33,6 +34,21 @@ BLOCK = 128
 SPARSE = 8  # fewer than one in so many left: those are gathered
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+
+class Stream(enum.IntEnum):
+    """What a random number is for: rounds of different streams never meet. The target's own draws
+    are stream 0; the others are those of rejection sampling (`speculate`)."""
+
+    TARGET = 0
+    DRAFT = 1  # which token a drafter takes
+    ACCEPT = 2  # whether it is accepted; round: the how many-eth candidate
+    RESIDUAL = 3  # what takes the place of a rejected one
+
+    def round(self, number: int = 0) -> int:
+        """For `uniforms`."""
+        return (self.value << 28) | number
 
 
 def uniforms(seeds: Seq[int], positions: Seq[int], round_: int = 0) -> NDArray[np.float64]:
@@ -93,6 +109,23 @@ def _first(p: Floats, k: int) -> NDArray[np.int64]:
         spare = len(ids) - k
         ids = np.delete(ids, np.flatnonzero(level)[-spare:])
     return ids
+
+
+def kept(probs: Floats, cut: SamplingParams) -> Doubles:
+    """The distribution [V] that `draw` draws from: step 1 of the rule, everything sorted."""
+    order = np.argsort(-probs, kind="stable")  # ties by ascending id
+    if 0 < cut.top_k < len(order):
+        order = order[: cut.top_k]
+    p = probs[order].astype(np.float64)
+    mass = p.cumsum()
+    keep = (mass - p < cut.top_p * (mass[-1] if 0 < cut.top_k < len(probs) else 1.0)) | (
+        cut.top_p >= 1
+    )
+    keep &= probs[order] >= np.float32(cut.min_p) * probs[order[0]]
+    keep[0] = True
+    out = np.zeros(len(probs))
+    out[order[keep]] = p[keep] / p[keep].sum()
+    return out
 
 
 def _before(p: Floats, at: int) -> NDArray[np.bool_]:

@@ -49,6 +49,19 @@ class SeenTokens:
             self.num += 1
         self._counts[place] += 1
 
+    def followed_by(self, tokens: Seq[int]) -> SeenTokens:
+        """A copy that has seen these as well; not to be added to."""
+        new = [t for t in dict.fromkeys(tokens) if t not in self._places]
+        places = dict(zip(new, range(self.num, self.num + len(new)), strict=True))
+        copy = SeenTokens.__new__(SeenTokens)
+        copy.num, copy._places = self.num + len(new), places
+        copy._ids = np.concatenate([self.ids, np.array(new, np.int64)])
+        copy._counts = np.concatenate([self.counts, np.zeros(len(new), np.float32)])
+        for token in tokens:
+            known = self._places.get(token)
+            copy._counts[places[token] if known is None else known] += 1
+        return copy
+
 
 class Bias:
     """logit_bias as arrays."""

@@ -25,6 +25,7 @@ Shape letters: O rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -33,7 +34,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moeserve.draw import draw, uniforms
+from moeserve.continuation import Continuation
+from moeserve.draw import Floats, draw, uniforms
 from moeserve.logprobs import token_logprobs
 from moeserve.penalties import Bias, SeenTokens
 from moeserve.request import TokenLogprob
@@ -41,21 +43,27 @@ from moeserve.sequence import GREEDY_BELOW, SamplingNeeds, Sequence
 
 # Logits drawn from at once on a CPU: what lies in its cache. More only pays for page faults.
 CACHE_ELEMENTS = 1 << 18
+Row = Sequence | Continuation  # whose next token is chosen
 MOST = 1e30  # of an edited logit: what penalties make larger would overflow over a temperature
 
 
 @dataclass(frozen=True)
 class Sampled:
     """token_ids [O]; logprobs by row, of rows that ask; failed: why a row has no token (that in
-    token_ids means nothing)."""
+    token_ids means nothing); softmax [V] after step 7, of the random rows that were wanted:
+    `draw.kept` of it is the distribution that the row was drawn from."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    softmax: dict[int, Floats] = field(default_factory=dict)
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
-    """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place."""
+def sample(
+    logits: Tensor, sequences: Seq[Row], softmax_of: Collection[int] = frozenset()
+) -> Sampled:
+    """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place. softmax_of:
+    rows whose probabilities are wanted beside their token."""
     needs = 0
     for sequence in sequences:
         needs |= sequence.needs
@@ -78,13 +86,14 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
         if barred:
             logits[barred] = 0.0
     tokens = best_ids.tolist()
+    softmax: dict[int, Floats] = {}
     if needs & SamplingNeeds.RANDOM:
-        _draw(logits, sequences, tokens)
+        _draw(logits, sequences, tokens, softmax_of, softmax)
     if raw is None:
-        return Sampled(tokens, {}, failed)
+        return Sampled(tokens, {}, failed, softmax)
     tops = [sequences[j].sampling.logprobs or 0 for j in asking]
     entries = token_logprobs(raw, [tokens[j] for j in asking], tops)
-    return Sampled(tokens, dict(zip(asking, entries, strict=True)), failed)
+    return Sampled(tokens, dict(zip(asking, entries, strict=True)), failed, softmax)
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -103,7 +112,7 @@ def _without_best(logits: Tensor, best_ids: Tensor) -> list[int]:
 # -- editing ------------------------------------------------------------------------------------
 
 
-def edit_logits(logits: Tensor, sequences: Seq[Sequence]) -> None:
+def edit_logits(logits: Tensor, sequences: Seq[Row]) -> None:
     """Steps 2 to 5, in place, by gather and scatter over the touched ids of all rows at once."""
     _penalise(logits, sequences)
     biased = [j for j, s in enumerate(sequences) if s.sampling.logit_bias]
@@ -122,7 +131,7 @@ def edit_logits(logits: Tensor, sequences: Seq[Sequence]) -> None:
         logits[rows, ids] = float("-inf")
 
 
-def _penalise(logits: Tensor, sequences: Seq[Sequence]) -> None:
+def _penalise(logits: Tensor, sequences: Seq[Row]) -> None:
     """Steps 2 and 3."""
     rows = [j for j, s in enumerate(sequences) if _is_penalised(s)]
     if not rows:
@@ -152,12 +161,15 @@ def _places(logits: Tensor, rows: Seq[int], ids: Seq[NDArray[np.int64]]) -> tupl
     return row.to(logits.device), torch.from_numpy(np.concatenate(ids)).to(logits.device)
 
 
-def _is_penalised(sequence: Sequence) -> bool:
+def _is_penalised(sequence: Row) -> bool:
     s = sequence.sampling
     return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
 
 
-def _seen_of(sequence: Sequence, vocab: int) -> SeenTokens:
+def _seen_of(sequence: Row, vocab: int) -> SeenTokens:
+    if isinstance(sequence, Continuation):
+        seen = _seen_of(sequence.sequence, vocab)
+        return seen.followed_by([t for t in sequence.drafted if t < vocab])
     if sequence.seen is None:
         tokens, start = sequence.tokens, sequence.num_prompt_tokens
         repeats = sequence.sampling.repetition_penalty != 1
@@ -166,7 +178,9 @@ def _seen_of(sequence: Sequence, vocab: int) -> SeenTokens:
     return sequence.seen
 
 
-def _bias_of(sequence: Sequence) -> Bias:
+def _bias_of(sequence: Row) -> Bias:
+    if isinstance(sequence, Continuation):
+        sequence = sequence.sequence
     if sequence.bias is None:
         sequence.bias = Bias(sequence.sampling.logit_bias)
     return sequence.bias
@@ -175,8 +189,14 @@ def _bias_of(sequence: Sequence) -> Bias:
 # -- choosing -----------------------------------------------------------------------------------
 
 
-def _draw(logits: Tensor, sequences: Seq[Sequence], tokens: list[int]) -> None:
-    """Steps 7 and 8: replace the tokens of random rows."""
+def _draw(
+    logits: Tensor,
+    sequences: Seq[Row],
+    tokens: list[int],
+    softmax_of: Collection[int],
+    softmax: dict[int, Floats],
+) -> None:
+    """Steps 7 and 8: replace the tokens of random rows, and keep the softmax of those wanted."""
     random = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.RANDOM]
     positions = [sequences[j].num_output_tokens for j in random]
     u = uniforms([sequences[j].seed for j in random], positions).tolist()
@@ -189,13 +209,15 @@ def _draw(logits: Tensor, sequences: Seq[Sequence], tokens: list[int]) -> None:
         for row, j in enumerate(part):
             sequence = sequences[j]
             i = start + row
+            if j in softmax_of:
+                softmax[j] = probs[row]
             tokens[j] = draw(probs[row], u[i], sequence.sampling, sequence.seed, positions[i])
 
 
 # -- the twin -----------------------------------------------------------------------------------
 
 
-def sample_slowly(logits: Tensor, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
+def sample_slowly(logits: Tensor, sequence: Row) -> tuple[int, TokenLogprob | None]:
     """One row [V], one step after the other, in plain Python but for softmax and log_softmax."""
     sampling = sequence.sampling
     raw = [float(x) for x in logits]
@@ -231,7 +253,7 @@ def sample_slowly(logits: Tensor, sequence: Sequence) -> tuple[int, TokenLogprob
     return chosen, TokenLogprob(chosen, logp[chosen], ranking.index(chosen) + 1, top)
 
 
-def _draw_slowly(p: list[float], sequence: Sequence, position: int) -> int:
+def _draw_slowly(p: list[float], sequence: Row, position: int) -> int:
     """The rule of `draw`, with everything sorted."""
     sampling, vocab = sequence.sampling, len(p)
     order = sorted(range(vocab), key=lambda i: (-p[i], i))

@@ -1,0 +1,144 @@
+"""Verification: which drafts the target accepts, and the token it adds. Exact, in either way.
+
+SAME (the default). At each row the sampler chooses as it would without speculation: with its own
+random number of (seed, output position) and the penalties of the row's path. A draft is accepted
+when it is that token. So every token that comes out is the one that would have come out without
+speculation, for greedy and for every sampling setting: not only the distribution is the target's,
+the tokens are, whatever was drafted, and however many. A drafter that draws with the target's
+number (`drafter.choose_drafts`) is accepted always where it equals the target.
+
+REJECTION. Leviathan's rule (`rejection`): a draft of q is accepted as often as any exact rule can,
+sum(min(p, q)); the distribution is the target's, but the tokens of a seed depend on what was
+drafted. Rows whose children no chance chose fall under SAME, where both rules accept with p(draft).
+
+Random numbers are functions of (seed, output position, stream) in both: neither batch company nor
+preemption changes them, and REJECTION takes the target's own stream where nothing is drafted.
+
+Knows: the sampler, trees. Knows nothing of caches, of limits (`run_limits`) or of who drafted.
+
+Shape letters: O rows (those of all sequences, one after the other), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from moeserve import sampler
+from moeserve.continuation import Continuation
+from moeserve.draw import Doubles, Stream, kept, uniforms
+from moeserve.logprobs import token_logprobs
+from moeserve.request import TokenLogprob
+from moeserve.sequence import SamplingNeeds, Sequence
+from moeserve.speculate.rejection import accepts, pick, residual, without
+from moeserve.speculate.tree import DraftTree
+
+
+class Rule(enum.StrEnum):
+    SAME = "same"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """tokens: the accepted drafts' and one more, by the target. nodes: the accepted ones, in order
+    of depth: their latents are those of the sequence now. rows[i]: the sequence's row that
+    tokens[i] was chosen at. logprobs: one a token, where asked. failed: why tokens end before the
+    target's own (then nothing may follow)."""
+
+    tokens: tuple[int, ...]
+    nodes: tuple[int, ...]
+    rows: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    failed: str | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.nodes)
+
+
+def rows_of(sequence: Sequence, tree: DraftTree) -> list[Continuation]:
+    """[n + 1] what the sampler is asked about, in the order of the tree's rows."""
+    return [Continuation(sequence, path) for path in tree.paths]
+
+
+def verify(
+    logits: Tensor, sequences: Seq[Sequence], trees: Seq[DraftTree], rule: Rule = Rule.SAME
+) -> list[Verdict]:
+    """logits [O, V] fp32: the rows of trees[0], then those of trees[1], ...; changed in place. A
+    sequence without drafts has one row: then this is `sampler.sample`."""
+    rows: list[Continuation] = []
+    by_chance: set[int] = set()
+    starts: list[int] = []
+    for sequence, tree in zip(sequences, trees, strict=True):
+        starts.append(len(rows))
+        if rule is Rule.REJECTION and sequence.needs & SamplingNeeds.RANDOM:
+            by_chance |= {len(rows) + row for row in tree.probs if tree.children[row]}
+        rows += rows_of(sequence, tree)
+    assert len(rows) == logits.shape[0], "logits of other rows than the trees have"
+    raw = {j: logits[j].clone() for j in by_chance if rows[j].needs & SamplingNeeds.LOGPROBS}
+    chosen = sampler.sample(logits, rows, by_chance)
+    return [
+        _walk(tree, rows[start : start + tree.num_rows], chosen, start, raw)
+        for tree, start in zip(trees, starts, strict=True)
+    ]
+
+
+def _walk(
+    tree: DraftTree,
+    rows: Seq[Continuation],
+    chosen: sampler.Sampled,
+    start: int,
+    raw: Mapping[int, Tensor],
+) -> Verdict:
+    """From the root as deep as drafts are accepted. raw: logits [V] of rows whose token is another
+    than the sampler's."""
+    tokens: list[int] = []
+    nodes: list[int] = []
+    at: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    failed: str | None = None
+    row: int | None = 0
+    while row is not None:
+        failed = chosen.failed.get(start + row)
+        if failed is not None:
+            break
+        node: int | None
+        token = chosen.token_ids[start + row]
+        softmax = chosen.softmax.get(start + row)
+        if softmax is None:
+            node = tree.child(row, token)
+        else:
+            p = kept(softmax, rows[row].sampling)
+            node, token = reject(tree, row, p, rows[row].seed, rows[row].num_output_tokens)
+        if start + row in raw:
+            top = rows[row].sampling.logprobs or 0
+            logprobs += token_logprobs(raw[start + row][None], [token], [top])
+        elif start + row in chosen.logprobs:
+            logprobs.append(chosen.logprobs[start + row])
+        tokens.append(token)
+        at.append(row)
+        row = None if node is None else node + 1
+        if node is not None:
+            nodes.append(node)
+    return Verdict(tuple(tokens), tuple(nodes), tuple(at), tuple(logprobs), failed)
+
+
+def reject(
+    tree: DraftTree, row: int, p: Doubles, seed: int, position: int
+) -> tuple[int | None, int]:
+    """The rejection rule at one row with p [V] -> (accepted node or None, token)."""
+    p, q = p[None], tree.probs[row][None]
+    for number, node in enumerate(tree.children[row]):
+        token = np.array([tree.tokens[node]])
+        u = uniforms([seed], [position], Stream.ACCEPT.round(number))
+        if accepts(p, q, token, u)[0]:
+            return node, int(token[0])
+        p, q = residual(p, q), without(q, token)
+    u = uniforms([seed], [position], Stream.RESIDUAL.round())
+    return None, int(pick(p, u)[0])
