@@ -92,8 +92,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         (tmp_path / file.name).symlink_to(file)  # what is looked at before any process starts
     running: list[Running] = []
 
-    def begin(mode: str = "", *, ranks: int = 2, torchrun: bool = False, wait: bool = True):
-        serve = ["-m", "moeserve", "serve", str(tmp_path), "--port", "0"]
+    def begin(
+        mode: str = "",
+        *flags: str,
+        ranks: int = 2,
+        torchrun: bool = False,
+        wait: bool = True,
+    ):
+        serve = ["-m", "moeserve", "serve", str(tmp_path), "--port", "0", *flags]
         command = [*serve, "--ep", str(ranks)]
         if torchrun:
             command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *serve]
@@ -155,6 +161,19 @@ def test_a_killed_rank_0_is_named(start, tmp_path):
     assert last.startswith("moeserve: rank 0 died: killed by SIGKILL"), job.text
     assert "Traceback" not in job.text and "gloo" not in job.text
     assert not (tmp_path / "signals").exists(), "nobody asked for a drain"
+
+
+def test_a_job_starts_again_as_often_as_it_may_and_says_why(start, tmp_path):
+    job = start("", "--max-restarts", "1", ranks=1)
+    first = pid(tmp_path, "rank0")
+    os.kill(first, signal.SIGKILL)
+    job.wait_for(lambda: job.text.count("ready: ") == 2)
+    assert "moeserve: rank 0 died: killed by SIGKILL" in job.text
+    assert "moeserve: restart 1 of 1 in 1 s" in job.text
+    assert pid(tmp_path, "rank0") != first
+    os.kill(pid(tmp_path, "rank0"), signal.SIGKILL)
+    assert job.end() == 3, job.text
+    assert "--max-restarts 1 are used up" in job.text
 
 
 def test_a_dead_front_end_ends_the_job(start, tmp_path):
