@@ -3,6 +3,7 @@ nothing of what is measured."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -14,15 +15,13 @@ from launch.version import HOME, commit_of
 
 def describe_machine() -> dict[str, Any]:
     """As JSON. `load`: processes that wanted a core in the last minute, ours among them."""
-    import torch
-
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),  # a client need not load it
         "commit": commit_of(HOME),
         "load": load,
     }
