@@ -20,6 +20,7 @@ from moeserve.tracing_job import JobTrace, RankTrace
 from moeserve.wire_trace import HOST, NAMES, SECOND, THREADS
 
 STEP_NAME = NAMES.index("step")
+TIMES = "of the host: of a GPU's kernels a span tells when they were asked for"
 PHASES = ("idle", "prefill", "decode", "mixed")  # moeserve.lockstep.Phase
 
 
@@ -33,7 +34,8 @@ def chrome_pieces(
 ) -> Iterator[str]:
     """The same in pieces: a line an event, so that a large one need not be held as text."""
     events = _events(trace, offsets)
-    yield '{"displayTimeUnit":"ms","otherData":' + json.dumps(about) + ',"traceEvents":[\n'
+    head = {"times": TIMES} | about
+    yield '{"displayTimeUnit":"ms","otherData":' + json.dumps(head) + ',"traceEvents":[\n'
     comma = ""
     for event in events:
         yield comma + json.dumps(event, separators=(",", ":"))

@@ -15,6 +15,7 @@ from launch.doctor.check import Check, fails, ok, warning
 from launch.doctor.compare import NodeReport, compare, joined, names_of
 from launch.doctor.links import MOST_RANKS, Link, SlowLink, matrix, slow_links
 from launch.doctor.screen import as_json, show_checks, show_matrix, slow_text
+from moeserve.terminal import counted
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,8 @@ class JobReport:
         )
 
     def show(self) -> None:
-        title = f"{self.size} ranks on {len(self.nodes)} nodes, over {self.over}"
+        nodes = counted(len(self.nodes), "node")
+        title = f"{self.size} ranks on {nodes}, over {self.over}"
         every, names = 1, self.rank_names
         if self.size > MOST_RANKS:  # then the first ranks of the nodes stand for them
             every, names = self.per_node, [node.name for node in self.nodes]
