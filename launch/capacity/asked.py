@@ -229,7 +229,7 @@ def _auto(v: Values, flag: str, text: str | None, start: int | None, least: int)
     """None: `auto`, the default where no preset says a number."""
     if text == AUTO or (text is None and start is None):
         return None
-    return v.whole(flag, text, start or 0, least, 1 << 20)
+    return v.whole(flag, text, start or 0, least, MOST_GPUS if flag == "--redundant" else 1 << 20)
 
 
 def _preset(name: str | None) -> Preset:

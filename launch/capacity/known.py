@@ -16,6 +16,7 @@ from models.deepseek.errors import ConfigError as Broken
 from models.deepseek.errors import UnsupportedModel
 from moeserve.errors import ConfigError
 
+MOST_EXPERTS = 1 << 12  # far beyond any model
 MODELS = ("deepseek-v3", "kimi-k2")
 # Checkpoints of the same shape, as they are called by their makers.
 ALIASES = {
@@ -46,8 +47,14 @@ def load_shape(model: str) -> ModelShape:
             [f"MODEL={model}: no such file or folder, nor one of {', '.join(MODELS)}{nearest}"]
         )
     try:
-        return ModelShape(DeepSeekConfig.from_hf(path))
+        shape = ModelShape(DeepSeekConfig.from_hf(path))
     except Broken as error:
         raise ConfigError([f"MODEL={error.source}: {x}" for x in error.problems]) from error
     except UnsupportedModel as error:
         raise ConfigError([f"MODEL={model}: {error}"]) from error
+    experts = shape.config.n_routed_experts
+    if experts > MOST_EXPERTS:
+        raise ConfigError(
+            [f"MODEL={model}: n_routed_experts={experts}: at most {MOST_EXPERTS} can be planned"]
+        )
+    return shape

@@ -41,7 +41,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(_costs(plan))
     for r in plan.reports:
         show_violations(r, console)
-    for note in (x for r in plan.reports for x in r.notes):
+    for note in dict.fromkeys(x for r in plan.reports for x in r.notes):
         console.print(f"[dim]{note}[/]")
     console.print(f"[dim]{ASSUMED}[/]")
 

@@ -17,7 +17,8 @@ import numpy as np
 from launch.capacity.shape import ModelShape
 from models.deepseek.config import DeepSeekConfig
 
-_TOKENS = 4096  # drawn to count how many places a token visits
+_TOKENS = 4096  # drawn to count how many places a token visits; fewer of very many experts
+_CELLS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ def reach(config: DeepSeekConfig, num_ranks: int, num_nodes: int) -> Reach:
     """By drawing tokens with a fixed seed: the same everywhere."""
     rng = np.random.default_rng(0)
     experts, top_k = config.n_routed_experts, config.num_experts_per_tok
-    scores = rng.random((_TOKENS, experts))
+    tokens = min(_TOKENS, _CELLS // experts)
+    scores = rng.random((tokens, experts))
     if config.n_group > 1:
-        kept = np.argsort(rng.random((_TOKENS, config.n_group)), axis=1)[:, : config.topk_group]
-        allowed = np.zeros((_TOKENS, config.n_group), bool)
+        kept = np.argsort(rng.random((tokens, config.n_group)), axis=1)[:, : config.topk_group]
+        allowed = np.zeros((tokens, config.n_group), bool)
         np.put_along_axis(allowed, kept, True, axis=1)
         scores = np.where(allowed.repeat(experts // config.n_group, axis=1), scores, -1.0)
     picks = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
