@@ -66,14 +66,16 @@ def test_heat_rows_fit_the_terminal():
         assert len(heat_rows(rows, 2, columns).plain) <= columns
 
 
-def test_bench_shows_a_table_and_ends_with_json(capsys):
+def test_bench_shows_a_table_and_ends_with_json(capsys, tmp_path):
     row = Row("decode", 8, 16, 4, 123.4, 8.1, 3, dict.fromkeys(PARTS, 1.0), [123.4])
     info = {"dtype": "bfloat16", "dispatcher": "local", "notes": ["x"], "kv_plan": "y"}
     config = ServeConfig.load(None, {"model": {"checkpoint": "/some/tiny"}})
     show([row], config, info, threads=1)
     assert "1 thread a rank" in capsys.readouterr().out
     config = ServeConfig.load(None, {"model": {"checkpoint": "/some/tiny"}})
-    show([row], config, info, threads=2)
+    file = tmp_path / "result.json"
+    show([row], config, info | {"ranks_per_node": 1}, threads=2, file=file)
+    assert json.loads(file.read_text())["rows"][0]["tokens_per_second_per_gpu"] == 123.4
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     assert result["rows"][0]["tokens_per_second"] == 123.4

@@ -123,12 +123,15 @@ def offline(
     record_experts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the load of each expert (.npz)")
     ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The result as JSON too")
+    ] = None,
 ) -> None:
     """Decode and prefill of CHECKPOINT without HTTP: a table, then one line of JSON."""
     from launch.bench.offline import Bench
 
     lengths = (prompt_length, output_length, prefill_length)
-    Bench(batch, *lengths, repeat, record_experts).run(given)
+    Bench(batch, *lengths, repeat, record_experts, json).run(given)
 
 
 @bench_app.command(cls=Command)

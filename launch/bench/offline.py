@@ -6,11 +6,12 @@ reports. Knows the engine's step and its parts; what is measured is in each row.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,25 @@ if TYPE_CHECKING:
     from moeserve.config import ServeConfig
     from moeserve.engine import Engine
 
-PARTS = ("attention", "gate", "dispatch", "experts", "combine", "other", "sampling", "host")
+FORMAT = "moeserve bench offline 1"
+PARTS = (
+    "attention",
+    "gate",
+    "dispatch",
+    "experts",
+    "combine",
+    "other",
+    "sampling",
+    "lockstep",
+    "host",
+)
+BESIDE_MODEL = ("sampling", "lockstep", "host")  # what the engine does before and after a forward
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, over all ranks. parts: milliseconds of a step on rank 0."""
+    """One measurement, over all ranks. parts: milliseconds of a step on rank 0; lockstep: waiting
+    for the other ranks' votes."""
 
     what: str  # decode | prefill
     batch: int
@@ -56,6 +70,7 @@ class Bench:
     prefill_length: int
     repeat: int
     record_experts: Path | None = None  # a file for the expert load of all runs
+    json: Path | None = None  # a file for the result
 
     def run(self, given: Given) -> None:
         env = RankEnv.read(os.environ)
@@ -130,6 +145,16 @@ class Bench:
             raise ConfigError(problems)
         return config
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """What two results must have in common to be compared."""
+        return {
+            "batch": self.batch,
+            "prompt_length": self.prompt_length,
+            "output_length": self.output_length,
+            "prefill_length": self.prefill_length,
+        }
+
     # ---- on a rank ----------------------------------------------------------------------------
 
     def _measure(self, config: ServeConfig, group: EPGroup, batches: Sequence[int]) -> None:
@@ -160,7 +185,7 @@ class Bench:
             save_recording(engine, self.record_experts)
         engine.close()
         if group.rank == 0:
-            show(rows, config, engine.info, torch.get_num_threads())
+            show(rows, config, engine.info, torch.get_num_threads(), self.json, self.settings)
 
 
 @dataclass(frozen=True)
@@ -179,7 +204,6 @@ class _TimedEngine:
         self._engine, self._seconds = engine, engine.recorder.seconds
         self._random = random.Random(engine.group.rank)
         self._number = 0
-        engine.runner.choose = _timed(engine.runner.choose, self._seconds, "sampling")  # type: ignore[method-assign]
         engine.runner.forward = _timed(engine.runner.forward, self._seconds, "forward")  # type: ignore[method-assign]
 
     def run(self, batch: int, prompt_length: int, output_length: int) -> _Run:
@@ -222,9 +246,10 @@ class _TimedEngine:
             made = batch * prompt_length
         whole = {k: sum(parts[i].get(k, 0.0) for i in chosen) for k in self._seconds}
         forward = whole.pop("forward", 0.0)
-        inside = sum(seconds for part, seconds in whole.items() if part != "sampling")
+        inside = sum(spent for part, spent in whole.items() if part not in BESIDE_MODEL)
         whole["other"] = whole.get("other", 0.0) + max(forward - inside, 0.0)  # calling the model
-        whole["host"] = max(seconds - forward - whole.get("sampling", 0.0), 0.0)
+        beside = whole.get("sampling", 0.0) + whole.get("lockstep", 0.0)
+        whole["host"] = max(seconds - forward - beside, 0.0)
         return _Run(made / seconds, seconds / len(chosen), len(chosen), whole)
 
     def _submit(self, prompt_length: int, output_length: int) -> str:
@@ -269,21 +294,34 @@ def _median(what: str, batch: int, prompt_length: int, output_length: int, runs:
     )
 
 
-def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads: int) -> None:
-    """The table on stdout, then one line of JSON."""
+def show(
+    rows: list[Row],
+    config: ServeConfig,
+    info: dict[str, object],
+    threads: int,
+    file: Path | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """The table on stdout, then one line of JSON; into the file too, where there is one."""
     from rich.table import Table
 
+    gpus = config.parallel.ep
+    nodes = max(1, gpus // int(str(info.get("ranks_per_node", gpus))))
+    gpu = "CPU rank" if info.get("device", "cpu") == "cpu" else "GPU"
     name = config.model.checkpoint.resolve().name
     title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {counted(threads, 'thread')} a rank"
     table = Table(title=title)
-    for column in ("what", "batch", "tokens", "tokens/s", "ms a step"):
+    for column in (
+        *("what", "batch", "tokens", "tokens/s"),
+        *(f"a node (of {nodes})", f"a {gpu} (of {gpus})", "ms a step"),
+    ):
         table.add_column(column, justify="left" if column == "what" else "right")
     parts = Table(title="ms of a step on rank 0, by part")
     parts.add_column("part")
     for row in rows:
         lengths = f"{row.prompt_length}+{row.output_length}"
-        speed = f"{row.tokens_per_second:.1f}"
-        table.add_row(row.what, str(row.batch), lengths, speed, f"{row.step_ms:.2f}")
+        speeds = (f"{row.tokens_per_second / n:.1f}" for n in (1, nodes, gpus))
+        table.add_row(row.what, str(row.batch), lengths, *speeds, f"{row.step_ms:.2f}")
         parts.add_column(f"{row.what} {row.batch}", justify="right")
     for part in PARTS:
         parts.add_row(part, *(f"{row.parts[part]:.2f}" for row in rows))
@@ -291,12 +329,26 @@ def show(rows: list[Row], config: ServeConfig, info: dict[str, object], threads:
     console.print(table)
     console.print(parts)
     result = {
+        "format": FORMAT,
         "checkpoint": name,
+        "settings": dict(settings or {}) | {"checkpoint": name},
+        "nodes": nodes,
+        "gpus": gpus,
+        "gpus_are": f"{gpu}s",
         "ep": config.parallel.ep,
         "threads": threads,
         "cores": usable_cores(),
         "cpu": cpu_name(),
         "info": {k: v for k, v in info.items() if k not in ("notes", "kv_plan")},
-        "rows": [asdict(row) for row in rows],
+        "rows": [
+            asdict(row)
+            | {
+                "tokens_per_second_per_node": row.tokens_per_second / nodes,
+                "tokens_per_second_per_gpu": row.tokens_per_second / gpus,
+            }
+            for row in rows
+        ],
     }
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1, default=str) + "\n")
     last_line(result)
