@@ -1,0 +1,166 @@
+"""How deep to draft: what makes the most tokens a second, agreed by all ranks.
+
+Each rank offers, for every depth from 0 to K, the tokens that it expects of the next step and the
+rows that it would run. All ranks see all offers and rank 0's costs, and take the depth at which
+all ranks' tokens over the step's time is largest: a pure function of agreed whole numbers (law 1).
+
+Within a depth a sequence drafts as far as a draft is worth its row: as long as the chance that it
+is accepted is above `threshold`, the tokens that the time of one row would make elsewhere. With the
+rate of the last agreement as the worth of time this is Dinkelbach's method for a largest ratio, one
+iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
+
+A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
+shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS.
+
+Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
+
+Shape letters: S sequences, K largest depth, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.draw import Doubles
+from moeserve.speculate.cost_model import Costs
+
+MILLIONTHS = 1_000_000  # expected tokens travel in these
+MARGIN = 1.03
+HOLD = 8
+PROBE, PROBE_STEPS = 256, 2
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """expected[d]: millionths of tokens that this rank makes in a step with drafts of depth d;
+    rows[d]: that it runs then. Both zero on a rank that decodes nothing."""
+
+    expected: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def none(cls, max_depth: int) -> Offer:
+        return cls((0,) * (max_depth + 1), (0,) * (max_depth + 1))
+
+
+def allot(reach: Doubles, room: Counts, depth: int, threshold: float, most: int) -> Counts:
+    """[S] drafts a sequence. reach [S, K]: chance that a draft is accepted with all before it; room
+    [S]: what limits and blocks allow. At most `most` in all, the likeliest first. A row of reach
+    never grows, so whatever is taken of a sequence is a first part."""
+    num, width = reach.shape
+    depth = min(depth, width)
+    at = np.arange(depth)
+    wanted = (reach[:, :depth] > threshold) & (at < room[:, None])
+    if int(wanted.sum()) > max(most, 0):
+        chances = np.where(wanted, reach[:, :depth], -1.0).T.reshape(-1)  # [depth * S]
+        order = np.argsort(-chances, kind="stable")[: max(most, 0)]
+        taken = np.zeros(depth * num, np.bool_)
+        taken[order] = True
+        wanted &= taken.reshape(depth, num).T
+    counts: Counts = wanted.sum(axis=1)
+    return counts
+
+
+def make_offer(reach: Doubles, room: Counts, threshold: float, most: int) -> Offer:
+    """What a rank with these sequences can do at each depth. most: drafts that fit a step."""
+    num, width = reach.shape
+    sums = np.concatenate([np.zeros((num, 1)), reach.cumsum(axis=1)], axis=1)  # [S, K + 1]
+    expected, rows = [], []
+    for depth in range(width + 1):
+        counts = allot(reach, room, depth, threshold, most)
+        tokens = num + float(sums[np.arange(num), counts].sum())
+        expected.append(int(round(tokens * MILLIONTHS)))
+        rows.append(num + int(counts.sum()))
+    return Offer(tuple(expected), tuple(rows))
+
+
+def rate_at(offers: Seq[Offer], costs: Costs, depth: int) -> float:
+    """Expected tokens of all ranks a nanosecond. Every rank waits for the one with most rows, and
+    each depth is a round of drafting for all."""
+    tokens = sum(offer.expected[depth] for offer in offers) / MILLIONTHS
+    return tokens / max(costs.step(max(offer.rows[depth] for offer in offers), depth), 1)
+
+
+class AdaptiveDepth:
+    """State of the agreement, the same on every rank: it changes by `agree` alone."""
+
+    def __init__(self, max_depth: int) -> None:
+        assert max_depth >= 1
+        self.max_depth = max_depth
+        self.depth = 0
+        self.threshold = 0.0
+        self.predicted = 1.0  # tokens a second at this depth over those at 0
+        self._since = HOLD  # steps since the depth changed
+        self._off = PROBE - 1  # steps at depth 0: the first step tries
+        self._probing = 0
+
+    def offer(self, reach: Doubles, room: Counts, most: int) -> Offer:
+        """reach [S, K], room [S] of this rank's decodes; most: drafts that fit into its step."""
+        return make_offer(reach[:, : self.max_depth], room, self.threshold, most)
+
+    def allot(self, reach: Doubles, room: Counts, most: int) -> Counts:
+        """[S] drafts a sequence at the agreed depth; call it with what was offered."""
+        threshold = 0.0 if self._probing else self.threshold
+        return allot(reach[:, : self.max_depth], room, self.depth, threshold, most)
+
+    def agree(self, offers: Seq[Offer], costs: Costs) -> int:
+        """offers [R], and rank 0's costs -> the depth of the drafts that come next."""
+        if not any(offer.rows[0] for offer in offers):
+            return self.depth  # nobody decodes: nothing is learned, nothing changes
+        rates = [rate_at(offers, costs, d) for d in range(self.max_depth + 1)]
+        best = max(range(len(rates)), key=lambda d: (rates[d], -d))
+        self._since += 1
+        if self._probing:
+            self._probing -= 1
+            if not self._probing:  # what was learned decides, without a wait
+                self._move(best if rates[best] > rates[0] * MARGIN else 0)
+        elif best != self.depth and self._since >= HOLD:
+            # Back to less is as good as forward to more: both must be worth it. But a depth that
+            # loses against none is left at once.
+            loses = rates[self.depth] < rates[0]
+            if loses or rates[best] > rates[self.depth] * MARGIN:
+                self._move(best)
+        if self.depth == 0:
+            self._off += 1
+            if self._off >= PROBE:
+                self._move(1)
+                self._probing, self._off = PROBE_STEPS, 0
+        self.predicted = rates[self.depth] / rates[0] if rates[0] > 0 else 1.0
+        self.threshold = costs.a_token * rates[self.depth]
+        return self.depth
+
+    def _move(self, depth: int) -> None:
+        if depth != self.depth:
+            self.depth, self._since = depth, 0
+        if depth:
+            self._off = 0
+
+
+class FixedDepth:
+    """`--speculate mtp:3`: the same depth whenever anybody decodes; sequences draft what they have
+    room for."""
+
+    def __init__(self, depth: int) -> None:
+        assert depth >= 0
+        self.max_depth = self.depth = depth
+        self.threshold = 0.0
+        self.predicted = 1.0
+
+    def offer(self, reach: Doubles, room: Counts, most: int) -> Offer:
+        return make_offer(reach[:, : self.max_depth], room, 0.0, most)
+
+    def allot(self, reach: Doubles, room: Counts, most: int) -> Counts:
+        # Not by chance: a chance measured as 0 is no reason here.
+        return allot(np.maximum(reach[:, : self.max_depth], 1e-9), room, self.depth, 0.0, most)
+
+    def agree(self, offers: Seq[Offer], costs: Costs) -> int:
+        if any(offer.rows[0] for offer in offers):
+            before = rate_at(offers, costs, 0)
+            self.predicted = rate_at(offers, costs, self.depth) / before if before else 1.0
+        return self.depth

@@ -1,0 +1,114 @@
+"""What a step costs: seconds of the target over n tokens, and of a round of drafting.
+
+step(n) = fixed + slope * n, fitted to the steps that were run by least squares with forgetting; a
+step far off (a page fault, a neighbour's prefill, a first call) moves the line as little as one at
+the edge of what is usual. Where all steps had about the same n there is no slope to be seen: the
+prior's share of slope to fixed is kept, so that the model never takes drafts to be free because it
+has not tried any.
+
+draft(d) = rounds * round: a round's seconds are a mean with forgetting, robust alike.
+
+Knows: seconds and counts, in whole nanoseconds where ranks must agree. Pure: no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeserve.draw import Doubles
+
+KEEP = 0.98  # weight that a step keeps with each later one: about the last 50 steps count
+USUAL = 3.0  # a step may be off by so many times the usual deviation before it is held back
+SLOPE = 0.02  # prior: one more token costs so much of a step of one
+
+
+class LineFit:
+    """y = a + b * x by weighted least squares, with forgetting and a prior of `weight` steps that
+    says b = ratio * a."""
+
+    def __init__(self, ratio: float, keep: float = KEEP, weight: float = 1.0) -> None:
+        self._ratio, self._keep, self._weight = ratio, keep, weight
+        self._sums: Doubles = np.zeros(5)  # 1, x, y, xx, xy
+        self._deviation = 0.0
+        self.num_points = 0
+
+    def add(self, x: float, y: float) -> None:
+        if y <= 0 or not np.isfinite(y):
+            return
+        if self.num_points >= 3:
+            guess = self(x)
+            off = y - guess
+            bound = USUAL * max(self._deviation, 0.02 * guess)
+            self._deviation += 0.1 * (min(abs(off), bound) - self._deviation)
+            y = guess + float(np.clip(off, -bound, bound))
+        elif self.num_points == 2:
+            self._deviation = abs(y - self(x)) / 2
+        self._sums *= self._keep
+        self._sums += (1.0, x, y, x * x, x * y)
+        self.num_points += 1
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(a, b), neither below 0. Zeros before the first point."""
+        n, sx, sy, sxx, sxy = self._sums.tolist()
+        if not n:
+            return 0.0, 0.0
+        mean_x, mean_y = sx / n, sy / n
+        spread, common = sxx - sx * mean_x, sxy - sx * mean_y
+        # The prior is a slope as well, that of a line through the mean with b = ratio * a.
+        prior = self._ratio * mean_y / (1 + self._ratio * mean_x)
+        weight = self._weight
+        slope = (common + weight * prior) / (spread + weight)
+        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else slope)
+        return mean_y - slope * mean_x, slope
+
+    def __call__(self, x: float) -> float:
+        a, b = self.line
+        return a + b * x
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Whole nanoseconds, so that they travel in a vote and mean the same on every rank. fixed and
+    a_token: of a step of the target; a_round: of a round of drafting (of all ranks together)."""
+
+    fixed: int
+    a_token: int
+    a_round: int
+
+    def step(self, num_tokens: int, rounds: int) -> int:
+        """num_tokens: the most of any rank."""
+        return self.fixed + self.a_token * num_tokens + self.a_round * rounds
+
+    def ratio(self, num_tokens: int = 1) -> float:
+        """c of Leviathan's theorem at so many tokens without drafts."""
+        whole = self.step(num_tokens, 0)
+        return self.a_round / whole if whole else 0.0
+
+
+class CostModel:
+    def __init__(self, slope: float = SLOPE, round_share: float = 0.1) -> None:
+        """round_share: prior, a round of drafting over a step of one token."""
+        self._step = LineFit(slope)
+        self._round = LineFit(0.0)
+        self._round_share = round_share
+
+    def add(self, num_tokens: int, seconds: float, rounds: int = 0, drafting: float = 0.0) -> None:
+        """A step of decodes: num_tokens, the most of any rank, in `seconds` without drafting, which
+        took `drafting` in so many rounds. Steps with prefills tell nothing about decodes."""
+        self._step.add(float(num_tokens), seconds)
+        if rounds > 0:
+            self._round.add(0.0, drafting / rounds)
+
+    @property
+    def is_known(self) -> bool:
+        """Enough to go by."""
+        return self._step.num_points >= 5
+
+    def costs(self) -> Costs:
+        fixed, slope = self._step.line
+        share = self._round_share * (fixed + slope)
+        a_round = self._round(0.0) if self._round.num_points else share
+        return Costs(*(int(round(x * 1e9)) for x in (fixed, slope, a_round)))

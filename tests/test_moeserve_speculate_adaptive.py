@@ -1,0 +1,277 @@
+"""Adaptive depth: the best of all, found in time, the same on every rank; acceptance and costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeserve.speculate import adaptive
+from moeserve.speculate.acceptance import (
+    Acceptance,
+    expected_tokens,
+    mean_rate,
+    predicted_speedup,
+)
+from moeserve.speculate.adaptive import (
+    MARGIN,
+    AdaptiveDepth,
+    FixedDepth,
+    Offer,
+    allot,
+    make_offer,
+    rate_at,
+)
+from moeserve.speculate.cost_model import CostModel, Costs, LineFit
+
+MS = 1_000_000  # nanoseconds
+
+
+def reaches(rates: list[list[float]]) -> np.ndarray:
+    return np.cumprod(np.array(rates, float).reshape(len(rates), -1), axis=1)
+
+
+def rooms(num: int, k: int = 8) -> np.ndarray:
+    return np.full(num, k, np.int64)
+
+
+# -- formulas -------------------------------------------------------------------------------------
+
+
+def test_expected_tokens_and_the_theorem() -> None:
+    rng = random.Random(0)
+    for rate, k in ((0.8, 3), (0.3, 5), (0.0, 4), (1.0, 2)):
+        coins = [[rng.random() < rate for _ in range(k)] for _ in range(20_000)]
+        runs = [1 + [*run, False].index(False) for run in coins]
+        assert expected_tokens(rate, k) == pytest.approx(np.mean(runs), abs=0.03)
+    assert predicted_speedup(0.8, 5, 0.05) == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
+    assert predicted_speedup(0.5, 0, 0.3) == 1.0
+    assert expected_tokens(1 - 1e-12, 4) == pytest.approx(5)
+    for k in (1, 3, 8):
+        assert mean_rate(reaches([[0.7] * k])[0], k) == pytest.approx(0.7)
+
+
+# -- acceptance -----------------------------------------------------------------------------------
+
+
+def test_acceptance_by_position_finds_the_rates_it_was_fed() -> None:
+    rng = random.Random(3)
+    rates = [0.9, 0.6, 0.3]
+    known = Acceptance(3)
+    assert known.rates().tolist() == [0.7] * 3
+    for i in range(4000):
+        right = next((d for d in range(3) if rng.random() > rates[d]), 3)
+        known.add(f"r{i % 7}", 3, right)
+    assert known.rates() == pytest.approx(np.array(rates), abs=0.07)
+    reach = np.cumprod(rates)
+    assert known.by_position == pytest.approx(reach, abs=0.03)
+    assert known.mean_accepted == pytest.approx(reach.sum(), abs=0.05)
+    assert known.reach("r1").tolist() == np.cumprod(known.rates("r1")).tolist()
+
+
+def test_a_sequence_leaves_the_average_and_positions_not_tried_follow_their_neighbour() -> None:
+    known = Acceptance(4)
+    for _ in range(300):
+        known.add("good", 2, 2)
+        known.add("bad", 2, 0)
+    assert known.rates("good")[0] > 0.9 and known.rates("bad")[0] < 0.1
+    assert 0.4 < known.rates()[0] < 0.6
+    assert known.rates("new") == pytest.approx(known.rates())
+    assert known.rates("good")[3] == pytest.approx(known.rates()[1], abs=0.05)
+    known.forget(["good", "nobody"])
+    assert known.rates("good") == pytest.approx(known.rates())
+    for _ in range(200):
+        known.add("bad", 1, 1)  # its text has changed
+    assert known.rates("bad")[0] > 0.9
+    known.add("bad", 0, 0)
+    assert known.num_runs == 800
+
+
+# -- costs ----------------------------------------------------------------------------------------
+
+
+def test_the_line_is_found_through_noise_and_outliers() -> None:
+    rng = random.Random(1)
+    fit = LineFit(0.02)
+    for i in range(400):
+        x = rng.choice([1, 2, 3, 4, 5])
+        y = (0.02 + 0.003 * x) * rng.uniform(0.95, 1.05)
+        fit.add(x, y * 20 if i % 23 == 7 else y)
+    a, b = fit.line
+    assert a == pytest.approx(0.02, rel=0.15) and b == pytest.approx(0.003, rel=0.25)
+    for _ in range(300):  # the machine has become slower
+        x = rng.choice([1, 2, 3, 4, 5])
+        fit.add(x, 0.05 + 0.001 * x)
+    assert fit(3) == pytest.approx(0.053, rel=0.05)
+    fit.add(1, float("nan"))
+    fit.add(1, -1.0)
+    assert fit(3) == pytest.approx(0.053, rel=0.05)
+
+
+def test_without_spread_the_prior_says_what_a_token_costs() -> None:
+    model = CostModel(slope=0.05, round_share=0.2)
+    assert model.costs() == Costs(0, 0, 0) and not model.is_known
+    for _ in range(50):
+        model.add(8, 0.014)
+    costs = model.costs()
+    assert model.is_known
+    assert costs.step(8, 0) == pytest.approx(14 * MS, rel=1e-3)
+    assert costs.a_token == pytest.approx(0.05 * costs.fixed, rel=1e-3)
+    assert costs.a_round == pytest.approx(0.2 * costs.step(1, 0), rel=1e-3)
+    for _ in range(50):
+        model.add(8, 0.014, rounds=4, drafting=0.004)
+    assert model.costs().a_round == pytest.approx(MS, rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
+def test_costs_are_never_negative(points: list[tuple[int, float]]) -> None:
+    model = CostModel()
+    for tokens, seconds in points:
+        model.add(tokens, seconds, 1, seconds / 3)
+        costs = model.costs()
+        assert min(costs.fixed, costs.a_token, costs.a_round) >= 0
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+chances = st.lists(st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chances, st.integers(0, 9), st.integers(0, 3), st.integers(0, 3))
+def test_allotted_drafts_are_the_likeliest_that_fit(
+    rates: list[list[float]], most: int, depth: int, room: int
+) -> None:
+    reach = reaches(rates)
+    counts = allot(reach, rooms(len(rates), room), depth, 0.3, most)
+    best = max(
+        sum(reach[i, :c].sum() - 0.3 * c for i, c in enumerate(some))
+        for some in itertools.product(range(min(depth, room) + 1), repeat=len(rates))
+        if sum(some) <= most
+    )
+    assert counts.sum() <= most and (counts <= min(depth, room)).all()
+    got = sum(reach[i, :c].sum() - 0.3 * c for i, c in enumerate(counts))
+    assert got == pytest.approx(best, abs=1e-9)
+
+
+def settle(
+    policy: AdaptiveDepth, reach: np.ndarray, costs: Costs, steps: int = 40, most: int = 1000
+) -> int:
+    room = rooms(len(reach), reach.shape[1])
+    for _ in range(steps):
+        policy.agree([policy.offer(reach, room, most)], costs)
+    return policy.depth
+
+
+@settings(max_examples=60, deadline=None)
+@given(chances, st.integers(0, 40), st.integers(0, 40))
+def test_the_rate_it_settles_at_is_within_the_margin_of_the_best(
+    rates: list[list[float]], a_token: int, a_round: int
+) -> None:
+    """Against all ways to draft. Costs in hundredths of the fixed part."""
+    reach, costs = reaches(rates), Costs(100 * MS, a_token * MS, a_round * MS)
+    policy = AdaptiveDepth(3)
+    settle(policy, reach, costs)
+    if policy._probing:
+        return
+    counts = policy.allot(reach, rooms(len(rates)), 1000)
+
+    def rate(some: tuple[int, ...]) -> float:
+        tokens = len(some) + sum(reach[i, :c].sum() for i, c in enumerate(some))
+        return tokens / costs.step(len(some) + sum(some), max(some))
+
+    best = max(rate(some) for some in itertools.product(range(4), repeat=len(rates)))
+    # The round is paid for at the agreed depth, used or not.
+    mine = (len(rates) + sum(reach[i, :c].sum() for i, c in enumerate(counts))) / costs.step(
+        len(rates) + int(counts.sum()), policy.depth
+    )
+    assert mine >= best / MARGIN**2 - 1e-15
+    assert mine >= rate((0,) * len(rates)) / MARGIN
+
+
+def test_depth_follows_acceptance_and_load() -> None:
+    cheap = Costs(20 * MS, MS // 5, MS)
+    assert settle(AdaptiveDepth(8), reaches([[0.95] * 8]), cheap) >= 5
+    assert settle(AdaptiveDepth(8), reaches([[0.5] * 8]), cheap) in (2, 3)
+    assert settle(AdaptiveDepth(8), reaches([[0.02] * 8]), cheap) == 0
+    # 32 sequences where each row costs its full price: off by itself.
+    assert settle(AdaptiveDepth(8), reaches([[0.6] * 8] * 32), Costs(5 * MS, MS, 4 * MS)) == 0
+    # Of unequal sequences only the good ones draft.
+    policy = AdaptiveDepth(4)
+    reach = reaches([[0.95] * 4] * 3 + [[0.1] * 4] * 3)
+    settle(policy, reach, Costs(20 * MS, 2 * MS, MS))
+    assert policy.depth > 0
+    counts = policy.allot(reach, rooms(6), 100)
+    assert (counts[:3] > 0).all() and (counts[3:] == 0).all()
+    assert policy.predicted > 1.3
+    assert policy.allot(reach, rooms(6), 2).sum() == 2
+
+
+def test_ranks_agree_whatever_they_have() -> None:
+    """Each rank holds its own state and sees all offers; one has no sequences."""
+    rng = np.random.default_rng(5)
+    policies = [AdaptiveDepth(5) for _ in range(4)]
+    depths = set()
+    for step in range(600):
+        offers = []
+        for rank, policy in enumerate(policies):
+            num = 0 if rank == 3 else int(rng.integers(0, 5))
+            reach = reaches(rng.uniform(0.3, 1.0, (num, 5)).tolist()) if num else np.zeros((0, 5))
+            offers.append(policy.offer(reach, rooms(num), 20))
+        assert offers[3] == Offer.none(5)
+        noise = 1 + step // 100
+        costs = Costs(noise * 10 * MS, 300_000 * noise**2, MS)
+        agreed = {(p.agree(offers, costs), p.threshold, p.predicted) for p in policies}
+        assert len(agreed) == 1
+        depths.add(policies[0].depth)
+    assert len(depths) > 1
+
+
+def test_it_does_not_swing_between_depths_that_are_equally_good() -> None:
+    rng = np.random.default_rng(2)
+    policy = AdaptiveDepth(6)
+    changes, last = 0, 0
+    for _ in range(400):
+        reach = reaches(np.clip(rng.normal(0.75, 0.02, (2, 6)), 0, 1).tolist())
+        costs = Costs(int(rng.normal(20, 0.4) * MS), MS, MS)
+        depth = policy.agree([policy.offer(reach, rooms(2), 50)], costs)
+        changes += depth != last
+        last = depth
+    assert changes <= 6 and last > 0
+
+
+def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
+    policy = AdaptiveDepth(4)
+    bad, good = reaches([[0.05] * 4]), reaches([[0.95] * 4])
+    costs = Costs(20 * MS, 2 * MS, 3 * MS)
+    tried = 0
+    for _ in range(adaptive.PROBE * 4):
+        policy.agree([policy.offer(bad, rooms(1), 9)], costs)
+        if policy.depth:
+            tried += 1
+            assert policy.depth == 1 and policy.allot(bad, rooms(1), 9).tolist() == [1]
+    assert 4 <= tried <= 4 * adaptive.PROBE_STEPS + 2
+    for _ in range(adaptive.PROBE + 20):
+        policy.agree([policy.offer(good, rooms(1), 9)], costs)
+    assert policy.depth >= 3
+    before = policy.depth
+    assert policy.agree([Offer.none(4)] * 2, costs) == before  # nobody decodes
+
+
+def test_a_fixed_depth_is_kept() -> None:
+    policy = FixedDepth(3)
+    reach = reaches([[0.0] * 5, [0.9] * 5])
+    offer = policy.offer(reach, rooms(2), 9)
+    assert offer.rows == (2, 3, 4, 5)
+    for _ in range(5):
+        assert policy.agree([offer, Offer.none(3)], Costs(20 * MS, MS, MS)) == 3
+    assert policy.allot(reach, np.array([2, 8]), 9).tolist() == [2, 3]
+    assert policy.predicted == pytest.approx(
+        rate_at([offer], Costs(20 * MS, MS, MS), 3) / rate_at([offer], Costs(20 * MS, MS, MS), 0)
+    )
+    assert make_offer(np.zeros((0, 3)), rooms(0), 0.0, 5) == Offer.none(3)
