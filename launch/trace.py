@@ -21,6 +21,7 @@ from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted
 
 if TYPE_CHECKING:
+    from moeserve.engine import Engine
     from moeserve.tracing_clocks import Offset
     from moeserve.tracing_job import JobTrace
     from moeserve.tracing_skew import Skew
@@ -29,6 +30,7 @@ LOOK_EVERY = 0.5  # seconds between two looks at how far it is
 LAST_SECONDS = 30.0  # what a server may take to answer when the trace has ended
 CUT_SHORT = "x-trace-cut-short"  # header: why it is shorter than was asked for
 ROUTE = "/debug/trace"
+_NUMBER = 1  # of the one trace that an engine makes here
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,36 @@ class _Answer:
             assert self._error is not None
             raise self._error
         return self._content, self._headers.get(CUT_SHORT)
+
+
+# -- of an engine in hand ---------------------------------------------------------------------
+
+
+def start_trace(engine: Engine, steps: int) -> None:
+    """On every rank, between two steps."""
+    engine.tracer.start(_NUMBER, steps)
+
+
+def save_trace(engine: Engine, path: Path, source: str) -> None:
+    """End it and have rank 0 write the file and say on stderr that it has. Collective: every rank
+    calls it, idle."""
+    from moeserve.lockstep import gather_objects
+    from moeserve.tracing_clocks import offsets
+    from moeserve.tracing_job import TraceCollector
+
+    engine.tracer.stop(_NUMBER)
+    engine.step()  # in which the ranks agree to end it
+    everywhere = gather_objects(engine.group, engine.tracer.take_reports())
+    if engine.group.rank:
+        return
+    collector = TraceCollector(_NUMBER, engine.group.size, 0)
+    for reports in everywhere:
+        for report in reports:
+            collector.heard(report)
+    trace = collector.result()
+    about = {"source": source, "steps": trace.num_steps, "ranks": engine.group.size}
+    _write(trace, offsets(trace), path, about)
+    print(f"trace of {trace.num_steps} steps: {path}", file=sys.stderr)
 
 
 # -- what is told ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from moeserve.wire_trace import (
 MAX_SPANS = 1 << 20  # of a trace, a rank: 20 MB
 CHUNK_STEPS, CHUNK_SPANS = 8, 1 << 14  # sent together
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
-_UNPLACED = ("other",)  # what a model tells as a sum, without a place in time
+END = "other"  # what a model tells last of a forward or a draft: a sum, without a place in time
 
 Span = tuple[int, int, int, int, int]  # name, thread, layer, start and length in ns
 
@@ -115,7 +115,7 @@ class StepTracer:
 
     def part(self, name: str, seconds: float) -> None:
         """Of the model: it ends now."""
-        if self._in_step and name not in _UNPLACED:
+        if self._in_step:
             now = time.perf_counter()
             self._parts.append((name, now - seconds, now))
 
@@ -133,6 +133,8 @@ class StepTracer:
         self._spans.append((_NUMBERS["step"], HOST, -1, _ns(start), _ns(whole)))
         places = place_parts([name for name, _, _ in self._parts])
         for (name, begin, finish), (half, layer) in zip(self._parts, places, strict=True):
+            if name == END:
+                continue
             number = _NUMBERS.get(name, _NUMBERS["part"])
             thread = SECOND if half else PARTS
             self._spans.append((number, thread, layer, _ns(begin), _ns(finish - begin)))
@@ -200,12 +202,27 @@ def place_parts(names: Sequence[str]) -> list[tuple[int, int]]:
 
     A layer begins with its attention. A half is left where its rows have just left for other ranks
     (dispatch behind gate, combine behind experts), as `models.deepseek.overlap` goes in turn; that
-    there are two halves shows in what follows the first gate and dispatch: attention again.
+    there are two halves shows in what follows the first gate and dispatch: attention again. What
+    follows END are the layers of a draft, numbered behind the model's.
     """
+    places: list[tuple[int, int]] = []
+    begin = layers = 0
+    for end in [*(i for i, name in enumerate(names) if name == END), len(names)]:
+        made = _place(names[begin:end])
+        places += [(half, layers + layer) for half, layer in made]
+        layers += 1 + max((layer for _, layer in made), default=-1)
+        if end < len(names):
+            places.append((0, -1))
+        begin = end + 1
+    return places
+
+
+def _place(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Of one forward or draft."""
     first = next((i for i in range(1, len(names)) if names[i - 1 : i + 1] == _LEAVE[0]), None)
     halves = first is not None and names[first + 1 : first + 2] == ["attention"]
     layers, last, half = [-1, -1], [["", ""], ["", ""]], 0
-    places = []
+    places: list[tuple[int, int]] = []
     for name in names:
         if halves and last[half] == ["combine", "combine"] and name == "combine":
             half = 1 - half  # this one has ended; the other still fetches its results

@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gated_toy import ask as gated_ask
+from gated_toy import make
+from thread_ranks import World, thread_world  # noqa: F401  (a fixture)
 
 from ep.group import EPGroup
+from launch.trace import save_trace, start_trace
 from models.deepseek.overlap import drain, interleave
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
@@ -159,6 +163,46 @@ def test_the_places_of_parts_are_those_of_the_generators_in_turn() -> None:
         said = []
         drain(half(0, dense, moe, said))
         assert place_parts([x[0] for x in said]) == [x[1:] for x in said]
+        drafts = [("other", 0, -1)]  # the end of the forward; then a draft, always one batch
+        drain(half(0, 0, 1, drafts))
+        wanted = [x[1:] for x in said] + [
+            (0, layer + dense + moe if name != "other" else -1) for name, _, layer in drafts
+        ]
+        assert place_parts([x[0] for x in (*said, *drafts)]) == wanted
+
+
+def test_ranks_begin_and_end_at_the_same_step(world: World, tmp_path: Path) -> None:
+    """However late one of them hears of it, and whoever is told to stop first."""
+    out = tmp_path / "t.json"
+
+    def body(group: EPGroup) -> list[Any]:
+        engine = make(group=group)
+        if group.rank == 0:
+            engine.add_request(gated_ask("a", [1, 2, 3], 30))
+        start_trace(engine, 5) if group.rank == 0 else None
+        for _ in range(3):
+            engine.step()
+        start_trace(engine, 5) if group.rank == 1 else None
+        while engine.step() or not engine.idle:
+            pass
+        first = [type(x).__name__ for x in engine.tracer._outbox]
+        start_trace(engine, 900)
+        if group.rank == 1:
+            engine.add_request(gated_ask("b", [4, 5, 6], 9))
+        while engine.step() or not engine.idle:
+            pass
+        kept, engine.tracer._outbox = engine.tracer._outbox, []
+        engine.tracer._outbox = kept[len(first) :]
+        save_trace(engine, out, "test")
+        return [first, [np.frombuffer(kept[0].steps, STEP)["step"].tolist(), kept[1].num_steps]]
+
+    found = world(2, body)
+    assert found[0] == found[1]
+    assert found[0] == [["TraceSteps", "TraceEnded"], [[4, 5, 6, 7, 8], 5]]
+    assert problems_of(out.read_text()) == []
+    steps = [e for e in json.loads(out.read_text())["traceEvents"] if e["name"] == "step"]
+    assert [sum(e["pid"] == rank for e in steps) for rank in (0, 1)] == [9, 9]
+    assert {e["args"]["tokens"] for e in steps if e["pid"] == 0} == {0}  # idle, but in step
 
 
 # -- one tracer -----------------------------------------------------------------------------------
