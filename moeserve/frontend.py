@@ -63,6 +63,7 @@ STOP_SECONDS = 10.0  # how long ranks may take to say Stopped
 # How long open connections may take to close after the last answer; after the death of a rank,
 # when the whole job has to end soon.
 _CLOSE_SECONDS, _CLOSE_AT_DEATH_SECONDS = 2, 1
+_SAME_WISH_SECONDS = 1.0  # within which two signals are one wish, as on ranks
 _LOOK_AGAIN = 0.02  # seconds between looks at what clients have read: nothing tells
 
 Announce = Callable[[str, str], None]
@@ -103,6 +104,7 @@ class _FrontEnd:
         self._tell_death, self._launcher_gone = on_rank_died, launcher_gone
         self._ending = asyncio.Event()  # a signal came, or a rank died
         self._hurry = asyncio.Event()  # a second signal came
+        self._asked = 0.0  # when the first one did
 
     async def run(self) -> None:
         metrics = Metrics()
@@ -217,7 +219,10 @@ class _FrontEnd:
             log.warning("%d answers were not read in time", len(late))
 
     def _on_signal(self, client: EngineClient) -> None:
-        if self._ending.is_set():
+        # Slurm tells every process of a job, and rank 0 hands its own signal on: one wish.
+        now = time.monotonic()
+        self._asked = self._asked or now
+        if self._ending.is_set() and now - self._asked > _SAME_WISH_SECONDS:
             self._hurry.set()
         client.draining = True  # from this moment on /health and new requests know
         self._ending.set()

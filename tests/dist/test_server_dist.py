@@ -135,6 +135,10 @@ def test_draining_ends_even_if_requests_do_not(folder: Path, hurry: str) -> None
             front_end.process.send_signal(signal.SIGTERM)
             if hurry == "second signal":
                 wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "draining")
+                front_end.process.send_signal(signal.SIGTERM)  # within a second: the same wish
+                began = time.monotonic()
+                wait_for(lambda: time.monotonic() - began > 1.1)
+                assert httpx.get(f"{url}/health").json()["requests_in_flight"] == 1
                 front_end.process.send_signal(signal.SIGTERM)
             text = stream.read().decode()
         assert '"finish_reason":"error"' in text and "stopped" in text
