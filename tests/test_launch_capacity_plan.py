@@ -76,6 +76,9 @@ def test_auto_takes_what_is_allowed() -> None:
     kept = told(*V3, "--tpot", "30ms")
     assert kept["phases"]["decode"]["load"]["sequences_per_gpu"] < free
     assert kept["prediction"]["tpot_s"] <= 0.03 and kept["violations"] == []
+    both = told(*V3, "--dispatch", "deepep_ll")
+    assert both["phases"]["prefill"]["load"]["tokens_per_step_per_gpu"] <= 1024
+    assert both["violations"] == []
     (late,) = told(*V3, "--tpot", "1ms")["violations"]
     assert late["rule"] == "TPOT limit" and late["phase"] == "decode"
 
@@ -222,4 +225,6 @@ def test_flags_of_a_rehearsal_and_of_a_plan_do_not_mix() -> None:
     found = problems("--rehearse", "v3-prefill-32", "--gpus", "3", "--check", "--seed", "x")
     assert len(found) == 3
     assert problems("--validate", "deepseek-v3")[0].startswith("MODEL")
+    found = problems("--preset", "v3-decode-144", "--tokens", "9", "--ttft", "1")
+    assert [x.split(":")[0] for x in found] == ["--tokens", "--ttft"]
     assert read(Typed("deepseek-v3", gpus="8", gpu="h100")).work == Workload()

@@ -21,7 +21,7 @@ from launch.capacity.memory import memory
 from launch.capacity.node import Node
 from launch.capacity.predict import Workload, predict
 from launch.capacity.report import Limits, Plan, report
-from launch.capacity.rules import choose_dispatch, largest_batch
+from launch.capacity.rules import choose_dispatch, errors, largest_batch, violations
 from launch.capacity.shape import ModelShape
 from launch.capacity.values import Values
 
@@ -140,13 +140,16 @@ class Asked:
 
 
 def _step(d: Deployment, work: Workload, ttft: float | None) -> int:
-    """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, and TTFT is kept."""
+    """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, the way to dispatch
+    takes it, and TTFT is kept."""
     kv = d.shape.kv_bytes(d.kv_fp8, d.shape.config.num_mtp_layers) * work.input_tokens
     tokens = STEP_TOKENS
     while tokens > 256:
         asked = replace(d, tokens=tokens)
         waits = predict(asked, work).ttft or 0.0
-        if memory(asked).kv > kv and (ttft is None or waits <= ttft):
+        found = errors(violations(asked, float(work.input_tokens)))
+        refused = any(field == "tokens" for v in found for field, _ in v.nearest)
+        if memory(asked).kv > kv and not refused and (ttft is None or waits <= ttft):
             return tokens
         tokens //= 2
     return tokens
@@ -168,6 +171,12 @@ def read(typed: Typed, search: bool = False) -> Asked:
     only = typed.phase or (chosen.phase if chosen is not None else "both")
     only = v.choice("--phase", only, "both", (*PHASES, "both"))
     phases = [p for p in PHASES if only in (p, "both")]
+    if len(phases) == 1:
+        unused = (name for name in _ONLY[phases[0]] if getattr(typed, name) is not None)
+        v.problems += [
+            f"--{name.replace('_', '-')}: has no meaning where only {phases[0]} is planned"
+            for name in unused
+        ]
     ways = _dispatch(v, typed.dispatch, typed.preset)
     start = from_preset(typed.preset or "") if chosen is not None else None
     first = {} if start is None else vars(start)  # what the preset says
@@ -223,6 +232,11 @@ def read(typed: Typed, search: bool = False) -> Asked:
 
 
 _HOMES = ("replicated", "hosted")
+# Flags that say nothing where only that phase is planned.
+_ONLY = {
+    "decode": ("tokens", "ttft", "cached_share"),
+    "prefill": ("sequences", "drafts", "acceptance", "tpot"),
+}
 
 
 def _auto(v: Values, flag: str, text: str | None, start: int | None, least: int) -> int | None:
@@ -302,7 +316,7 @@ def _loads(
         try:
             table = read_trace(path, array).totals if array else _totals(path, phase)
         except (TraceError, OSError) as error:
-            v.problems.append(f"--trace={path}: {error}")
+            v.problems.append(f"--trace {error}")  # which names the file
             return None
         if table.shape[1] not in (experts, experts + shape.config.n_shared_experts):
             v.problems.append(
