@@ -126,12 +126,16 @@ def offline(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The result as JSON too")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="One more run, not counted, for Perfetto (.json)"),
+    ] = None,
 ) -> None:
     """Decode and prefill of CHECKPOINT without HTTP: a table, then one line of JSON."""
     from launch.bench.offline import Bench
 
     lengths = (prompt_length, output_length, prefill_length)
-    Bench(batch, *lengths, repeat, record_experts, json).run(given)
+    Bench(batch, *lengths, repeat, record_experts, json, trace).run(given)
 
 
 @bench_app.command(cls=Command)

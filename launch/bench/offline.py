@@ -21,6 +21,7 @@ from launch.bench.screen import last_line, wide_console
 from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
+from launch.trace import file_problems, save_trace, start_trace
 from moeserve.errors import ConfigError
 from moeserve.terminal import counted
 
@@ -71,6 +72,7 @@ class Bench:
     repeat: int
     record_experts: Path | None = None  # a file for the expert load of all runs
     json: Path | None = None  # a file for the result
+    trace: Path | None = None  # a file for the spans of one more run, of the largest batch
 
     def run(self, given: Given) -> None:
         env = RankEnv.read(os.environ)
@@ -78,6 +80,8 @@ class Bench:
         batches = self._batches(problems)
         if self.record_experts is not None:
             problems += output_problems("--record-experts", self.record_experts)
+        if self.trace is not None:
+            problems += file_problems("--trace", self.trace)
         config = given.resolve(own=problems, on_rank=env is not None)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
@@ -161,6 +165,7 @@ class Bench:
         import torch
 
         from launch.rank import build_and_show
+        from moeserve.wire_trace import MAX_TRACE_STEPS
 
         engine = build_and_show(config, group)
         limit = engine.scheduler.limits.max_model_len
@@ -183,6 +188,10 @@ class Bench:
             rows.append(_median("prefill", group.size, self.prefill_length, 1, runs))
         if self.record_experts is not None:
             save_recording(engine, self.record_experts)
+        if self.trace is not None:  # its steps are in no figure
+            start_trace(engine, MAX_TRACE_STEPS)
+            timed.run(max(batches), self.prompt_length, self.output_length)
+            save_trace(engine, self.trace, "bench offline")
         engine.close()
         if group.rank == 0:
             show(rows, config, engine.info, torch.get_num_threads(), self.json, self.settings)
