@@ -1,0 +1,151 @@
+"""Do public load tools see what `moeserve bench serve` sees? The same load by each, in turn.
+
+    moeserve serve checkpoints/tiny --ep 2 &
+    python scripts/compare_load_tools.py URL --tokenizer DIR --aiperf BIN --guidellm BIN
+
+BIN are the tools' commands, each in an environment of its own (they bring hundreds of packages; so
+never in CI). Every round runs ours and each tool once, in an order that rotates: what slows the
+machine for a while slows them alike. Prompts are random in each; lengths, answers forced to their
+full length, and the number of clients are the same. Prints a table of medians over rounds, then one
+line of JSON. How a tool counts: TTFT to the first chunk with text; "ITL" of both is our TPOT, (last
+- first) / (tokens - 1); throughput is output tokens over the whole run, in aiperf from the first
+request's start to the last one's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+METRICS = ("ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_second", "requests_per_second")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--aiperf")
+    parser.add_argument("--guidellm")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--input-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    options = parser.parse_args()
+    tools = {"bench serve": ours}
+    if options.aiperf:
+        tools["aiperf"] = aiperf
+    if options.guidellm:
+        tools["guidellm"] = guidellm
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in tools}
+    for number in range(options.rounds):
+        names = [*tools]
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with tempfile.TemporaryDirectory() as folder:
+                runs[name].append(tools[name](options, Path(folder), number))
+            load = os.getloadavg()[0]
+            print(f"round {number}: {name}: {runs[name][-1]}, load {load:.1f}", file=sys.stderr)
+    print(f"{'median of rounds':28}" + "".join(f"{name:>16}" for name in tools))
+    for metric in METRICS:
+        values = [statistics.median(x.get(metric, float("nan")) for x in runs[n]) for n in tools]
+        print(f"{metric:28}" + "".join(f"{x:16.2f}" for x in values))
+    print(json.dumps({"options": vars(options), "runs": runs}, default=str))
+
+
+def run(command: list[str], folder: Path) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command[0]}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+
+
+def ours(options: argparse.Namespace, folder: Path, number: int) -> dict[str, float]:
+    file = folder / "ours.json"
+    root = Path(__file__).parents[1]
+    command = [
+        *(sys.executable, "-m", "moeserve", "bench", "serve", options.url, "--endpoint", "chat"),
+        *("--tokenizer", str(options.tokenizer.resolve()), "--json", str(file), "--ignore-eos"),
+        *("--concurrency", str(options.concurrency), "--requests", str(options.requests)),
+        *("--input-tokens", str(options.input_tokens)),
+        *("--output-tokens", str(options.output_tokens), "--seed", str(number)),
+    ]
+    os.environ["PYTHONPATH"] = str(root)
+    run(command, folder)
+    del os.environ["PYTHONPATH"]
+    report = json.loads(file.read_text())
+    latency, rates = report["latency_ms"], report["throughput"]["all"]
+    return {
+        "ttft_ms": latency["ttft"]["p50"],
+        "tpot_ms": latency["tpot"]["p50"],
+        "e2e_ms": latency["e2e"]["p50"],
+        "output_tokens_per_second": rates["output_tokens_per_second"],
+        "requests_per_second": rates["requests_per_second"],
+    }
+
+
+def aiperf(options: argparse.Namespace, folder: Path, number: int) -> dict[str, float]:
+    command = [
+        *(options.aiperf, "profile", "--model", options.model, "--url", options.url),
+        *("--endpoint-type", "chat", "--streaming", "--ui", "none"),
+        *("--tokenizer", str(options.tokenizer.resolve())),
+        *("--synthetic-input-tokens-mean", str(options.input_tokens)),
+        *("--output-tokens-mean", str(options.output_tokens)),
+        *("--request-count", str(options.requests), "--concurrency", str(options.concurrency)),
+        *("--extra-inputs", "ignore_eos:true", "--warmup-request-count", "2"),
+        *("--random-seed", str(number + 1), "--no-server-metrics", "--no-gpu-telemetry"),
+        *("--output-artifact-dir", str(folder)),
+    ]
+    run(command, folder)
+    file = next(folder.rglob("profile_export_aiperf.json"))
+    held: dict[str, Any] = json.loads(file.read_text())
+
+    def of(name: str, part: str) -> float:
+        return float(held[name][part])
+
+    return {
+        "ttft_ms": of("time_to_first_token", "p50"),
+        "tpot_ms": of("inter_token_latency", "p50"),
+        "e2e_ms": of("request_latency", "p50"),
+        "output_tokens_per_second": of("output_token_throughput", "avg"),
+        "requests_per_second": of("request_throughput", "avg"),
+    }
+
+
+def guidellm(options: argparse.Namespace, folder: Path, number: int) -> dict[str, float]:
+    file = folder / "guidellm.json"
+    data = f"kind=synthetic_text,prompt_tokens={options.input_tokens}"
+    command = [
+        *(options.guidellm, "run"),
+        *("--backend", f"kind=openai_http,target={options.url},model={options.model}"),
+        *("--profile", f"kind=concurrent,streams={options.concurrency}"),
+        *("--constraint", f"kind=max_requests,count={options.requests}"),
+        *("--data", f"{data},output_tokens={options.output_tokens}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={options.tokenizer.resolve()}"),
+        *("--output", f"kind=json,path={file}"),
+    ]
+    run(command, folder)
+    metrics = json.loads(file.read_text())["benchmarks"][0]["metrics"]
+
+    def of(name: str, part: str) -> float:
+        held = metrics[name]["successful"]
+        return float(held["mean"] if part == "mean" else held["percentiles"][part])
+
+    return {
+        "ttft_ms": of("time_to_first_token_ms", "p50"),
+        "tpot_ms": of("inter_token_latency_ms", "p50"),
+        "e2e_ms": 1e3 * of("request_latency", "p50"),
+        "output_tokens_per_second": of("output_tokens_per_second", "mean"),
+        "requests_per_second": of("requests_per_second", "mean"),
+    }
+
+
+if __name__ == "__main__":
+    main()
