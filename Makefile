@@ -10,11 +10,11 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-dist test-slurm lint format type bench gpu-check clean
+.PHONY: help setup demo serve test test-dist test-namespaces test-slurm lint format type bench gpu-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1|/' \
-	  | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	  | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Make .venv and install everything (skipped when done)
 
@@ -37,6 +37,9 @@ test-dist: $(STAMP)  ## Only the tests that start real ranks
 test-slurm: $(STAMP)  ## Jobs on a Slurm and an ssh server that really run here (root, Debian)
 	@bash scripts/slurm_world.sh install
 	@$(BIN)/python -m pytest -q tests/slurm $(PYTEST_ARGS)
+
+test-namespaces: $(STAMP)  ## Machines as network namespaces: all cases (root)
+	@MOESERVE_TEST_NAMESPACES=1 bash scripts/test.sh $(BIN) tests/dist/test_namespaces.py $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff, formatting included
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

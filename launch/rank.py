@@ -11,6 +11,7 @@ What it does in between is handed in (serving: `launch.serving_rank`; measuring:
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -100,6 +101,7 @@ class RankProcess:
         self.last_words: LastWords | None = None  # None: no store, or not yet
         self.stopping = StopSignals(drain=self._asked, now=self.hurry)
         self._siblings: list[psutil.Process] = []
+        self._failing = threading.Lock()
         self.stages = StageFile(os.environ, env.rank)
 
     def run(self, body: Callable[[Job], None]) -> NoReturn:
@@ -165,7 +167,10 @@ class RankProcess:
             say("stopped")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell why, once for the job, and end with the exit code of the reason."""
+        """Tell why, once for the job, and end with the exit code of the reason. Of two threads that
+        come here the first is the one that counts."""
+        if not self._failing.acquire(blocking=False):
+            threading.Event().wait()
         code = exit_code_of(error)
         lost_peer = is_lost_peer(error)
         if isinstance(error, ConfigError):
