@@ -114,6 +114,9 @@ class _Ranks:
         self._hurry, self._ended = threading.Event(), threading.Event()
 
     def drain(self) -> None:
+        # Asked while torch is on its way in: ranks that are not there yet would never hear of it.
+        while not _children() and not self._ended.wait(POLL_SECONDS):
+            pass
         _to_children(signal.SIGTERM)
 
     def hurry(self) -> None:
@@ -201,9 +204,13 @@ def _rank_environment(front_end: str | None, errors: NamelessFile) -> dict[str, 
 
 def _to_children(number: signal.Signals) -> None:
     """Send a signal to every child of this process that is still there: the ranks."""
-    for child in psutil.Process().children():
+    for child in _children():
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(number)
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children()
 
 
 def _clear(seconds: float) -> None:
