@@ -51,7 +51,7 @@ def sbatch_text(ask: Ask) -> str:
         (f"--ntasks-per-node={ask.ranks_per_node}", "one task is one rank"),
         (
             f"--gpus-per-node={ask.gpus_per_node}" if ask.gpus_per_node else "",
-            "a rank sees all GPUs of its node: peers talk through them",
+            "each rank sees all of them, for peers reach each other through them",
         ),
         (f"--cpus-per-task={ask.cpus_per_rank}" if ask.cpus_per_rank else "", ""),
         (f"--output={ask.folder / JOB_LOG}", "what Slurm says of ranks that died"),

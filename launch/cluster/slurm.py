@@ -116,7 +116,10 @@ class SlurmLaunch:
         try:
             known = partitions()
         except SlurmError as error:
-            problems.append(str(error))
+            if self.submit:
+                problems.append(str(error))
+            else:
+                say(f"{error}; partition and sizes are not compared with the cluster's")
             return
         names = ", ".join(sorted(name for name in known if name))
         part = known.get(self.partition or "")
