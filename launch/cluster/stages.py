@@ -102,8 +102,9 @@ class StageFile:
                 self._wrote = True
             finally:
                 os.close(file)
-        except FileNotFoundError if self._wrote else ():
-            self._path = None  # rank 0 has taken the folder away: the job has ended
         except OSError as error:  # serving is worth more than being watched
-            say(f"{VARIABLE}={self._path}: {error.strerror}; nobody will see how this rank starts")
+            # Where lines could be written before, rank 0 has taken the folder away: the job ends.
+            if not (self._wrote and isinstance(error, FileNotFoundError)):
+                name = f"{VARIABLE}={self._path}"
+                say(f"{name}: {error.strerror}; nobody will see how this rank starts")
             self._path = None
