@@ -190,6 +190,7 @@ def test_drafts() -> None:
     drafts = replace(V3, drafts=1)
     gained = predict(drafts, Workload())
     assert 1 < gained.mtp_gain < 1.85 and gained.tokens_a_step == pytest.approx(1.85)
+    assert dict(step_parts(gained.step))["MTP drafts"] > 0.01 * gained.step.seconds
     assert predict(replace(drafts, acceptance=0.0), Workload()).mtp_gain < 1
 
 
