@@ -15,9 +15,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from models.interface import StepObserver
@@ -36,6 +38,7 @@ from moeserve.wire_trace import (
 
 MAX_SPANS = 1 << 20  # of a trace, a rank: 20 MB
 CHUNK_STEPS, CHUNK_SPANS = 8, 1 << 14  # sent together
+MAX_SHAPES = 8  # sequences of parts that are remembered
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 END = "other"  # what a model tells last of a forward or a draft: a sum, without a place in time
 
@@ -50,9 +53,12 @@ class StepTracer:
         self._wanted: tuple[int, int] | None = None  # number, steps
         self._active: tuple[int, int] | None = None
         self._in_step = False
-        self._parts: list[tuple[str, float, float]] = []  # of the step: name, start, end
-        self._spans: list[Span] = []
-        self._step_spans = 0  # of _spans, those of complete steps
+        self._host: list[Span] = []  # of the step
+        self._names: list[str] = []  # of its parts, with when they ended and how long they took
+        self._ends: list[float] = []
+        self._seconds: list[float] = []
+        self._shapes: dict[tuple[str, ...], _Shape] = {}  # by names: of steps that were alike
+        self._spans: list[NDArray[np.void]] = []  # of complete steps
         self._steps: list[tuple[int, int, int, int]] = []
         self._num_steps = self._num_spans = 0
         self._outbox: list[FromRank] = []
@@ -105,19 +111,19 @@ class StepTracer:
             self._active = self._wanted
             self._num_steps = self._num_spans = 0
         self._in_step = runs and self._active is not None
-        self._parts = []
-        del self._spans[self._step_spans :]  # of a step that never ended
+        self._host, self._names, self._ends, self._seconds = [], [], [], []
 
     def span(self, name: str, start: float, end: float) -> None:
         """Of the host, in seconds of time.perf_counter."""
         if self._in_step:
-            self._spans.append((_NUMBERS[name], HOST, -1, _ns(start), _ns(end - start)))
+            self._host.append((_NUMBERS[name], HOST, -1, _ns(start), _ns(end - start)))
 
     def part(self, name: str, seconds: float) -> None:
         """Of the model: it ends now."""
         if self._in_step:
-            now = time.perf_counter()
-            self._parts.append((name, now - seconds, now))
+            self._ends.append(time.perf_counter())
+            self._seconds.append(seconds)
+            self._names.append(name)
 
     def observe(self, observer: StepObserver | None) -> StepObserver | None:
         """The observer, which hears all as before, with this one listening to its parts."""
@@ -130,24 +136,32 @@ class StepTracer:
         assert self._active is not None
         self._in_step = False
         whole = time.perf_counter() - start
-        self._spans.append((_NUMBERS["step"], HOST, -1, _ns(start), _ns(whole)))
-        places = place_parts([name for name, _, _ in self._parts])
-        for (name, begin, finish), (half, layer) in zip(self._parts, places, strict=True):
-            if name == END:
-                continue
-            number = _NUMBERS.get(name, _NUMBERS["part"])
-            thread = SECOND if half else PARTS
-            self._spans.append((number, thread, layer, _ns(begin), _ns(finish - begin)))
-        count = len(self._spans) - self._step_spans
-        self._step_spans = len(self._spans)
+        self._host.append((_NUMBERS["step"], HOST, -1, _ns(start), _ns(whole)))
+        parts = self._parts()
+        count = len(self._host) + len(parts)
+        self._spans += [np.array(self._host, SPAN), parts]
         self._steps.append((step, tokens, phase, count))
         self._num_steps += 1
         self._num_spans += count
         if self._num_steps >= self._active[1] or self._num_spans >= MAX_SPANS:
             self._wanted = None
             self._end()
-        elif len(self._steps) >= CHUNK_STEPS or self._step_spans >= CHUNK_SPANS:
+        elif len(self._steps) >= CHUNK_STEPS or count >= CHUNK_SPANS:
             self._send()
+
+    def _parts(self) -> NDArray[np.void]:
+        """Of the step, as spans. Steps are mostly alike: their names are placed once."""
+        names = tuple(self._names)
+        shape = self._shapes.get(names)
+        if shape is None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[names] = _Shape.of(names)
+        spans = shape.spans.copy()
+        seconds = np.array(self._seconds)[shape.kept]
+        spans["start"] = np.rint((np.array(self._ends)[shape.kept] - seconds) * 1e9)
+        spans["ns"] = np.rint(seconds * 1e9)
+        return spans
 
     def _end(self) -> None:
         assert self._active is not None
@@ -160,8 +174,8 @@ class StepTracer:
 
     def _send(self) -> None:
         assert self._active is not None
-        spans, steps = self._spans[: self._step_spans], self._steps
-        self._spans, self._steps, self._step_spans = [], [], 0
+        spans, steps = self._spans, self._steps
+        self._spans, self._steps = [], []
         if not steps:
             return
         if self._where is None:
@@ -172,9 +186,26 @@ class StepTracer:
                 self._active[0],
                 *self._where,
                 np.array(steps, STEP).tobytes(),
-                np.array(spans, SPAN).tobytes(),
+                np.concatenate(spans).tobytes(),
             )
         )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The parts of a step without their times. kept: those that are spans."""
+
+    spans: NDArray[np.void]
+    kept: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> _Shape:
+        rows = [
+            (_NUMBERS.get(name, _NUMBERS["part"]), SECOND if half else PARTS, layer, 0, 0)
+            for name, (half, layer) in zip(names, place_parts(names), strict=True)
+            if name != END
+        ]
+        return cls(np.array(rows, SPAN), np.array([name != END for name in names], bool))
 
 
 class TracedObserver:
@@ -208,7 +239,7 @@ def place_parts(names: Sequence[str]) -> list[tuple[int, int]]:
     places: list[tuple[int, int]] = []
     begin = layers = 0
     for end in [*(i for i, name in enumerate(names) if name == END), len(names)]:
-        made = _place(names[begin:end])
+        made = _place(list(names[begin:end]))
         places += [(half, layers + layer) for half, layer in made]
         layers += 1 + max((layer for _, layer in made), default=-1)
         if end < len(names):
@@ -217,7 +248,7 @@ def place_parts(names: Sequence[str]) -> list[tuple[int, int]]:
     return places
 
 
-def _place(names: Sequence[str]) -> list[tuple[int, int]]:
+def _place(names: list[str]) -> list[tuple[int, int]]:
     """Of one forward or draft."""
     first = next((i for i in range(1, len(names)) if names[i - 1 : i + 1] == _LEAVE[0]), None)
     halves = first is not None and names[first + 1 : first + 2] == ["attention"]

@@ -137,7 +137,7 @@ def test_off_is_free_and_changes_nothing() -> None:
     ask(engine, "a", 3)
     while engine.has_work:
         engine.step()
-    assert engine.tracer.take_reports() == [] and engine.tracer._spans == []
+    assert engine.tracer.take_reports() == [] and engine.tracer._host == []
 
 
 def test_the_places_of_parts_are_those_of_the_generators_in_turn() -> None:
