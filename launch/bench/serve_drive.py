@@ -1,7 +1,7 @@
 """Driving a load: conversations begun at their times or by so many clients, in one process.
 
 Measures itself: how late calls were sent, how late the event loop was, the share of a core it
-used. SIGINT ends it early with what was done. Knows asyncio; nothing of what calls come to.
+used. A signal ends it early with what was done. Knows asyncio; nothing of what calls come to.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def drive(
     start: float | None = None,
     watch: Callable[[], None] = lambda: None,
     keep_prompts: bool = False,
+    stop_signal: signal.Signals = signal.SIGINT,
 ) -> Driven:
     """Do all of it. start: of time.monotonic, the same in all processes; None: now. watch: called
-    now and then, to show progress."""
-    run = _Run(load, target, maker, tally, share or Share(), watch, keep_prompts)
+    now and then, to show progress. stop_signal: ends it with what was done."""
+    run = _Run(load, target, maker, tally, share or Share(), watch, keep_prompts, stop_signal)
     return _loop(run.run(start))
 
 
@@ -100,10 +101,11 @@ class _Run:
         share: Share,
         watch: Callable[[], None],
         keep_prompts: bool,
+        stop_signal: signal.Signals,
     ) -> None:
         self._load, self._target, self._maker = load, target, maker
         self._tally, self._share, self._watch = tally, share, watch
-        self._keep = keep_prompts
+        self._keep, self._stop_signal = keep_prompts, stop_signal
         self._driven = Driven()
         self._stop = asyncio.Event()
         self._clock = 0.0
@@ -111,7 +113,7 @@ class _Run:
     async def run(self, start: float | None) -> Driven:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):  # not main thread
-            loop.add_signal_handler(signal.SIGINT, self._interrupt)
+            loop.add_signal_handler(self._stop_signal, self._interrupt)
         async with self._target.client() as http:  # reads certificates: before the clock runs
             if start is not None:
                 await asyncio.sleep(max(0.0, start - time.monotonic()))
@@ -137,7 +139,7 @@ class _Run:
 
     def _interrupt(self) -> None:
         self._driven.interrupted = True
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)  # the next one kills
+        asyncio.get_running_loop().remove_signal_handler(self._stop_signal)  # the next one kills
         self._stop.set()
 
     def _now(self) -> float:

@@ -165,7 +165,11 @@ class Run:
             "steps": step_breakdown(before, after),
             "experts": balance,
             "preemptions": None if preempted is None else int(preempted),
-            "acceptance": None,
+            "acceptance": {
+                "accepted_share": None,
+                "temperature": self.target.temperature,
+                "why": "the server tells nothing of speculation",
+            },
             "generator": generator(calls, driven.lags, driven.cpu_share, driven.workers),
             "client": {"host": platform.node()} | describe_machine(),
             "over_time": over_time(calls),
@@ -283,8 +287,8 @@ def caveats(
         )
     if report["tokens_are"] == "events":
         said.append("not all calls tell usage: an event was counted as one token there")
-    if report["acceptance"] is None:
-        said.append("no acceptance: nothing here tells of speculation")
+    if report["acceptance"]["accepted_share"] is None:
+        said.append("no acceptance: the server tells nothing of speculation")
     if report["generator"]["was_limit"]:
         said.append("the load generator was the limit: " + report["generator"]["why"])
     if report["interrupted"]:

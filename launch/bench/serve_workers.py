@@ -7,9 +7,12 @@ parts become one again; nothing of calls.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from launch.bench.serve_call import Target
@@ -49,28 +52,43 @@ def drive_together(
     try:
         for line in lines:
             _receive(line)  # it is there
-        start = time.monotonic() + _START
-        for line in lines:
-            line.send(start)
-        waiting = list(lines)
-        parts: list[Driven] = []
-        while waiting:
-            try:
+        with _ctrl_c_stops(processes):
+            start = time.monotonic() + _START
+            for line in lines:
+                line.send(start)
+            waiting = list(lines)
+            parts: list[Driven] = []
+            while waiting:
                 there = connection.wait(waiting, 0.2)
                 for line in [x for x in waiting if x in there]:
                     parts.append(_receive(line))
                     waiting.remove(line)
-            except KeyboardInterrupt:
-                continue  # the workers have heard it too, and bring what was done
-            sums = [sum(counts[field::_FIELDS]) for field in range(_FIELDS)]
-            tally.sent, tally.ended, tally.failed, tally.tokens = sums
-            watch()
+                sums = [sum(counts[field::_FIELDS]) for field in range(_FIELDS)]
+                tally.sent, tally.ended, tally.failed, tally.tokens = sums
+                watch()
     finally:
         for process in processes:
             process.join(5)
             if process.is_alive():
                 process.kill()
     return _joined(parts, workers)
+
+
+@contextmanager
+def _ctrl_c_stops(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """The first Ctrl-C has the workers bring what was done; the next one ends all."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        for process in processes:
+            process.terminate()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _receive(line: connection.Connection) -> Any:
@@ -89,6 +107,7 @@ def _work(
     maker: PromptMaker,
     keep_prompts: bool,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     tally = Tally()
     first = share.index * _FIELDS
 
@@ -98,7 +117,15 @@ def _work(
     line.send(None)
     start = line.recv()
     driven = drive(
-        load, target, maker, tally, share=share, start=start, watch=tell, keep_prompts=keep_prompts
+        load,
+        target,
+        maker,
+        tally,
+        share=share,
+        start=start,
+        watch=tell,
+        keep_prompts=keep_prompts,
+        stop_signal=signal.SIGTERM,
     )
     tell()
     line.send(driven)
