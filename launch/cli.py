@@ -244,11 +244,19 @@ def trace(
         str | None,
         typer.Option(metavar="KEY", envvar="MOESERVE_ADMIN_KEY", help="If the server asks for one"),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="MOESERVE_API_KEY",
+            help="The same, of a server that has no admin key",
+        ),
+    ] = None,
 ) -> None:
     """Trace steps of all ranks of a server to one Perfetto file; says who waits for whom."""
     from launch.trace import TraceCommand
 
-    TraceCommand(url, out, steps, seconds, json, admin_key).run()
+    TraceCommand(url, out, steps, seconds, json, admin_key or api_key).run()
 
 
 @app.command(cls=Command)
