@@ -358,6 +358,54 @@ def test_ends_that_no_rank_can_tell_of(cluster, tmp_path, capsys, state, words, 
     assert words in capsys.readouterr().err
 
 
+def test_a_job_that_starts_again_is_watched_on(cluster, tmp_path, capsys, monkeypatch):
+    said: list[str] = []
+
+    def acts(ranks: Ranks) -> None:
+        ranks.serve()
+        until(lambda: said.append(capsys.readouterr().err) or "ready after" in "".join(said))
+        ranks.log("job.log", "srun: error: n1: task 3: Killed\n")
+        ranks.say(0, "failed", text="lost a peer", code=75)
+        until(lambda: said.append(capsys.readouterr().err) or "starts its ranks" in "".join(said))
+        ranks.say(1, "failed", text="lost a peer", code=75)  # late, and of no more interest
+        ranks.serve()
+        until(
+            lambda: said.append(capsys.readouterr().err) or "".join(said).count("ready after") > 1
+        )
+        cluster.set_state("COMPLETED||n[0-1]")
+
+    monkeypatch.setattr(slurm_watch, "RESTART_REASONS", 0.2)
+    code = watched(cluster, launch(tmp_path, "serve", TINY, "--max-restarts", "2"), acts)
+    text = "".join(said) + capsys.readouterr().err
+    assert text.count("rank 3 on n1: died") == 1 and "lost a peer" not in text
+    assert code == 0 and not any(call.startswith("scancel") for call in cluster.calls)
+    assert "--max-restarts" not in (tmp_path / "job" / "job.sbatch").read_text().split("run() {")[1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "end"), [((1, 1, 1, 1), 3, 1), ((1, 2), 2, 2), ((1, 0), 2, 0)]
+)
+def test_the_file_starts_ranks_again(cluster, tmp_path, codes, starts, end):
+    ask = Ask(2, 2, 0, tmp_path, ("/m",), "python", Path("/h"), restarts=2)
+    script = tmp_path / "job.sbatch"
+    script.write_text(sbatch_text(ask))
+    for name, body in (
+        (
+            "srun",
+            f"n=$(wc -l < $HERE/srun.n 2>/dev/null || echo 0); echo >> $HERE/srun.n; "
+            f"set -- {' '.join(map(str, codes))}; shift $n; exit $1",
+        ),
+        ("sleep", 'echo "$1" >> $HERE/slept'),
+    ):
+        path = cluster.folder / name
+        path.write_text(f"#!/bin/sh\nHERE={cluster.folder}\n{body}\n")
+        path.chmod(0o755)
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.returncode == end, done.stderr
+    assert (cluster.folder / "srun.n").read_text().count("\n") == starts
+    assert (cluster.folder / "slept").read_text().split() == ["1", "2"][: starts - 1]
+
+
 def test_a_job_that_hangs_after_a_failure_is_cancelled(cluster, tmp_path, capsys):
     def acts(ranks: Ranks) -> None:
         ranks.run()

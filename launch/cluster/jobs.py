@@ -47,6 +47,7 @@ class JobRecord:
     pid_started: float
     started: float
     drain_seconds: float = 30.0
+    restarts: int = 0  # how often all ranks may start again after one died
 
     @classmethod
     def parse(cls, text: str) -> JobRecord:

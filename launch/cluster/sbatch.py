@@ -33,6 +33,7 @@ class Ask:
     time: str | None = None
     cpus_per_rank: int | None = None
     extra: Sequence[str] = ()
+    restarts: int = 0  # of all ranks, after one died
 
     @property
     def num_ranks(self) -> int:
@@ -72,16 +73,40 @@ def sbatch_text(ask: Ask) -> str:
         f"export PYTHONPATH={q(str(ask.home))}${{PYTHONPATH:+:$PYTHONPATH}}",
         "",
         "# Ranks find each other by Slurm's variables. One that fails ends the others.",
-        "exec srun --kill-on-bad-exit=1 \\",
     ]
+    srun = ["srun --kill-on-bad-exit=1 \\"]
     if ask.cpus_per_rank:  # srun no longer takes it from the line above
-        lines.append(f"  --cpus-per-task={ask.cpus_per_rank} \\")
-    lines += [
-        f"  --output={q(str(ask.folder / RANK_LOG))} --error={q(str(ask.folder / RANK_LOG))} \\",
+        srun.append(f"  --cpus-per-task={ask.cpus_per_rank} \\")
+    if ask.restarts:
+        srun.append("  --open-mode=append \\")
+    log = q(str(ask.folder / RANK_LOG))
+    srun += [
+        f"  --output={log} --error={log} \\",
         f"  {q(ask.python)} -P -m moeserve serve \\",
         "    " + " ".join(q(word) for word in ask.words),
     ]
+    lines += _again(srun, ask.restarts) if ask.restarts else [f"exec {srun[0]}", *srun[1:]]
     return "\n".join(lines) + "\n"
+
+
+def _again(srun: Sequence[str], restarts: int) -> list[str]:
+    return [
+        "run() {",
+        *(f"  {line}" for line in srun),
+        "}",
+        f"# All ranks start again after one died: at most {restarts} times, after 1, 2, 4 ... "
+        "seconds (30 at most;",
+        "# from 1 again after five good minutes). Not after wrong settings or files (exit code 2).",
+        f"left={restarts} pause=1 began=$SECONDS",
+        "until run; do",
+        "  code=$?",
+        "  if [ $code = 2 ] || [ $left = 0 ]; then exit $code; fi",
+        "  if [ $((SECONDS - began)) -gt 300 ]; then pause=1; fi",
+        '  echo "moeserve: exit code $code; starting again in $pause s, $left left"',
+        "  sleep $pause",
+        "  left=$((left - 1)) pause=$((pause < 15 ? pause * 2 : 30)) began=$SECONDS",
+        "done",
+    ]
 
 
 def _directive(option: str, why: str) -> str:

@@ -30,6 +30,7 @@ class Served:
     host: str
     port: int
     drain_seconds: float
+    max_restarts: int  # for whoever starts the ranks: not among the words
     listens_anywhere: bool  # --host was not given: see `check_served`
 
 
@@ -64,7 +65,9 @@ def check_served(words: Sequence[str], num_ranks: int, problems: list[str]) -> S
     except ConfigError as error:
         problems += [_as_typed(given, p) for p in error.problems]
         return None
-    run = _absolute(rest, [given.checkpoint, given.config, *_files(flags)])
+    run = _absolute(
+        _without(rest, "--max-restarts"), [given.checkpoint, given.config, *_files(flags)]
+    )
     server = config.server
     anywhere = "host" not in server.model_fields_set
     if anywhere:
@@ -75,6 +78,7 @@ def check_served(words: Sequence[str], num_ranks: int, problems: list[str]) -> S
         ANYWHERE if anywhere else server.host,
         server.port,
         server.drain_seconds,
+        server.max_restarts,
         anywhere,
     )
 
@@ -114,6 +118,17 @@ def _parse(words: Sequence[str], problems: list[str]) -> Given | None:
 
 def _as_typed(given: Given, problem: str) -> str:
     return problem if problem.startswith("--") else given.in_users_words(problem)
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    """The words without an option and its value."""
+    left, skip = [], False
+    for word in words:
+        if skip or word == option or word.startswith(f"{option}="):
+            skip = word == option and not skip
+            continue
+        left.append(word)
+    return left
 
 
 def _files(flags: dict[str, dict[str, Any]]) -> list[Path | None]:

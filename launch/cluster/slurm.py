@@ -72,6 +72,7 @@ class SlurmLaunch:
             time=self.time,
             cpus_per_rank=self.cpus_per_rank,
             extra=self.extra,
+            restarts=served.max_restarts,
         )
         script = self._write(ask, served)
         if not self.submit:
@@ -181,6 +182,7 @@ class SlurmLaunch:
             pid_started=0.0,
             started=time.time(),
             drain_seconds=served.drain_seconds,
+            restarts=served.max_restarts,
         )
         (ask.folder / JOB_FILE).write_text(record.text())
         Registry.of_user().add(record)

@@ -15,7 +15,7 @@ from launch.cluster.interrupts import count_interrupts
 from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.sbatch import JOB_LOG, rank_log
 from launch.cluster.screen import Screen, open_screen, tell_cause, tell_tail
-from launch.cluster.stages import ENDED
+from launch.cluster.stages import ENDED, STARTING
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, NodeFiles, Progress, deaths_in
 from moeserve.terminal import counted, say
@@ -23,6 +23,7 @@ from moeserve.terminal import counted, say
 FILES_EVERY = 0.25  # seconds between looks into the folder
 SLURM_EVERY, SLURM_EVERY_READY = 1.0, 5.0  # between questions to the controller
 MORE_REASONS = 1.0  # after the first failure: what else ranks have to say
+RESTART_REASONS = 3.0  # the same where the ranks start again: they take longer for that
 END_SECONDS = 20.0  # what a job that failed may take to end by itself
 CANCEL_SECONDS = 40.0  # what one that was cancelled may take
 INTERRUPTED = 130
@@ -42,6 +43,9 @@ class _Watch:
         self._asked = 0.0
         self._ready_told = False
         self._troubled = ""
+        self._restarts = record.restarts
+        self._log_read = 0  # of srun's words: those of ranks that have started again since
+        self._told: Cause | None = None
 
     def run(self) -> int:
         with count_interrupts() as interrupts:
@@ -59,6 +63,11 @@ class _Watch:
                     screen.close()
                     return self._interrupted(interrupts)
                 self._look()
+                if self._restarts and self._progress.failing and not self._state.over:
+                    screen.close()
+                    self._restarted()
+                    screen = open_screen()
+                    continue
                 if self._state.over or self._progress.failing:
                     screen.close()
                     return self._ended()
@@ -139,6 +148,9 @@ class _Watch:
         if not failed:
             say(f"job {job} has ended: stopped")
             return 0
+        if cause is None and self._told is not None:  # told when it was to start again, and did not
+            say(f"job {job} has ended; all logs: {self._folder}")
+            return self._told.code if 0 < self._told.code < 128 else 1
         reason = f" ({self._state.reason})" if self._state.reason else ""
         if cause is None:
             state = self._state.state.lower().replace("_", " ")
@@ -147,6 +159,24 @@ class _Watch:
             return 1
         self._tell(cause)
         return cause.code if 0 < cause.code < 128 else 1
+
+    def _restarted(self) -> None:
+        """A rank died and the batch file is about to start all of them again: tell why."""
+        began, again = time.monotonic(), Progress(strict=True)
+        while time.monotonic() - began < RESTART_REASONS and not again.ranks:
+            for record in self._files.new():
+                is_new = record.stage == STARTING or record.rank in again.ranks
+                (again if is_new else self._progress).feed(record)
+            time.sleep(FILES_EVERY)
+        cause, text = self._cause(), self._job_log()
+        if cause is not None:
+            tell_cause(cause, rank_log(self._folder, cause.rank))
+        self._ask()
+        if not self._state.over:
+            say(f"job {self._record.id} starts its ranks again, unless settings are to blame")
+        self._restarts -= 1
+        self._log_read, self._told = len(text), cause
+        self._progress, self._ready_told = again, False
 
     def _asked_for_end(self) -> str | None:
         state, job = self._state.state, self._record.id
@@ -171,9 +201,11 @@ class _Watch:
             self._cancel()
 
     def _cause(self) -> Cause | None:
+        return self._progress.first_cause(deaths_in(self._job_log()[self._log_read :]))
+
+    def _job_log(self) -> str:
         log = self._folder / JOB_LOG
-        text = log.read_text(errors="replace") if log.exists() else ""
-        return self._progress.first_cause(deaths_in(text))
+        return log.read_text(errors="replace") if log.exists() else ""
 
     def _tell(self, cause: Cause) -> None:
         tell_cause(cause, rank_log(self._folder, cause.rank))

@@ -70,8 +70,12 @@ class Cause:
 
 @dataclass
 class Progress:
-    """What the records said so far. A rank that starts again (a restart) begins anew."""
+    """What the records said so far. A rank that starts again (a restart) begins anew.
 
+    strict: of ranks that have not said that they start nothing is heard: last words of an earlier
+    attempt, whose end was told."""
+
+    strict: bool = False
     ranks: dict[int, RankView] = field(default_factory=dict)
     url: str = ""
     front_host: str = ""
@@ -79,6 +83,8 @@ class Progress:
     started: float = 0.0
 
     def feed(self, record: Record) -> None:
+        if self.strict and record.rank not in self.ranks and record.stage != STARTING:
+            return
         if record.stage == VERDICT:
             self.named_first = record.rank
             return
