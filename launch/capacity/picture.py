@@ -25,6 +25,7 @@ from launch.capacity.canvas import (
 from launch.capacity.parts import dollars, memory_parts, step_parts
 from launch.capacity.report import Plan, Report
 from launch.capacity.rules import errors
+from launch.capacity.screen import front_names, front_rows
 from launch.capacity.search import Candidate, Found, Ratio
 from launch.capacity.validate import Point, Validation
 
@@ -284,10 +285,7 @@ def _mark(axis: Any, x: Candidate) -> None:
 
 
 def _front_table(f: Found) -> tuple[str, list[list[str]]]:
-    from launch.capacity.screen import FRONT, front_rows
-
-    names = [*FRONT, "TPOT" if f.phase == "decode" else "TTFT", "tokens/s a GPU", ""]
-    return f"{f.phase}: layouts that no other beats", [names, *front_rows(f)]
+    return f"{f.phase}: layouts that no other beats", [front_names(f), *front_rows(f)]
 
 
 def draw_validation(v: Validation, path: Path) -> None:

@@ -212,36 +212,43 @@ def _found(f: Found) -> Table:
     """Layouts that no other beats, and the best: one of them, or the last."""
     table = _table(
         f"{f.phase}: {len(f.pareto)} layouts that no other beats ({f.tried:,} tried, "
-        f"{len(f.allowed):,} allowed)"
+        f"{len(f.allowed):,} allowed)",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for name in (*FRONT, "TPOT" if f.phase == "decode" else "TTFT", "tok/s a GPU", ""):
-        table.add_column(name, justify="right")
+    for name in front_names(f):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in front_rows(f):
         table.add_row(*row, style="bold green" if row[-1] else "")
+    table.caption, table.caption_justify = "slots and load: of a GPU", "left"
     return table
 
 
-FRONT = ("GPUs", "slots a GPU", "shared", "balance", "load a GPU", "drafts", "overlap")
+def front_names(f: Found) -> list[str]:
+    """Columns of `front_rows`, the last one without a name."""
+    limit = "TPOT ms" if f.phase == "decode" else "TTFT ms"
+    load = "sequences" if f.phase == "decode" else "tokens"
+    return ["GPUs", "slots", "hosted", "balance", load, "drafts", "overlap", limit, "tok/s/GPU", ""]
 
 
 def front_rows(f: Found) -> list[list[str]]:
-    """Cells; the last one marks the best."""
+    """Cells of layouts that no other beats, and of the best; the last cell marks that."""
     shown = [*f.pareto] + ([f.best] if f.best is not None and f.best not in f.pareto else [])
-    return [[*cells(x), "best" if x == f.best else ""] for x in shown]
+    return [[*_cells(x), "best" if x == f.best else ""] for x in shown]
 
 
-def cells(x: Candidate) -> list[str]:
+def _cells(x: Candidate) -> list[str]:
+    """hosted: whether slots hold the shared expert."""
     d = x.deployment
-    load = f"{d.sequences} seq" if d.phase == "decode" else f"{d.tokens:,} tok"
     return [
         str(d.gpus),
         str(d.slots_per_gpu),
-        d.shared,
+        "yes" if d.hosted else "no",
         f"{d.balance:.3f}",
-        load,
+        f"{d.step_tokens if d.phase == 'prefill' else d.sequences:,}",
         str(d.drafts),
         "on" if d.overlap else "off",
-        f"{1e3 * x.latency:,.1f} ms",
+        f"{1e3 * x.latency:,.1f}",
         f"{x.prediction.per_gpu:,.0f}",
     ]
 
