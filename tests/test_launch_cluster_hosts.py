@@ -19,7 +19,7 @@ import pytest
 
 from launch.cluster import hosts, hosts_watch, remote
 from launch.cluster.hosts import HostsFailed, HostsLaunch
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, MoeserveError
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "checkpoints" / "tiny")
@@ -27,7 +27,7 @@ LIMIT = 30
 
 # What stands where torchrun does: two ranks that are children of it, and what they write.
 TORCHRUN = """
-import json, os, signal, subprocess, sys, time
+import json, os, subprocess, sys, time
 act = os.environ["MOESERVE_TEST_ACT"]
 node = int(next(a for a in sys.argv if a.startswith("--node-rank=")).split("=")[1])
 
@@ -36,14 +36,10 @@ def say(local, stage, **more):
     with open(os.environ["MOESERVE_STAGES"], "a") as file:
         file.write(json.dumps(record | more) + "\\n")
 
-sleeper = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: sys.exit(0)); "
-sleeper += "print('up', flush=True); time.sleep(600)"
 ranks = []
 for local in (0, 1):
     say(local, "starting")
-    ranks.append(subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE))
-for rank in ranks:
-    rank.stdout.readline()
+    ranks.append(subprocess.Popen(["sleep", "600"]))
 print("moeserve: ranks", *(rank.pid for rank in ranks), flush=True)
 if act == "fail" and node == 1:
     say(0, "failed", text="out of disk", code=1)
@@ -207,6 +203,24 @@ def test_a_rank_that_was_killed_is_known_by_torchruns_table(place, capfd):
     assert place.launch().run() == 3
     assert "rank 3 on n1: died: killed by SIGKILL" in capfd.readouterr().err
     until(lambda: all_gone(place))
+
+
+def test_all_hosts_start_again_as_often_as_they_may(place, capfd, monkeypatch):
+    place.act("die")
+    monkeypatch.setattr(hosts, "MOST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(hosts.time, "sleep", lambda seconds: None)
+    words = ("serve", TINY, "--max-restarts", "1")
+    assert place.launch(words=words).run() == 3
+    said = capfd.readouterr().err
+    assert said.count("rank 3 on n1: died") == 2 and said.count("ready after") == 2
+    assert "all hosts start again in 1 s" in said and len(place.ranks()) == 8
+    until(lambda: all_gone(place))
+
+
+def test_too_slow_is_no_reason_to_start_again(place, capfd):
+    asked = place.launch(wait=0.0, words=("serve", TINY, "--max-restarts", "9"))
+    with pytest.raises(MoeserveError, match="not ready within --wait 0 s"):
+        asked.run()
 
 
 def test_a_torchrun_that_cannot_start_is_told(place, capfd):

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import remote
-from launch.cluster.hosts_watch import HostsWatch
+from launch.cluster.hosts_watch import INTERRUPTED, HostsWatch
 from launch.cluster.jobs import FOLDERS, HOSTS, JOB_FILE, record_of_this_process, registered
 from launch.cluster.served import Served, check_served
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted, say
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+STEADY_SECONDS, MOST_PAUSE_SECONDS = 300.0, 30.0  # as launch.job restarts
 UP_SECONDS = 60.0  # until every host has answered
 HANDED_ON = ("GLOO_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "OMP_NUM_THREADS", "TORCH_", "MOESERVE_")
 _NOT_HANDED_ON = ("MOESERVE_STAGES",)
@@ -107,7 +108,7 @@ class HostsLaunch:
         except OSError as error:
             raise ConfigError([f"--output {folder}: {error.strerror}"]) from None
         with registered(record):
-            return self._launch(names, ranks, ssh, served, folder)
+            return self._launch_again(names, ranks, ssh, served, folder)
 
     def _names(self, problems: list[str]) -> list[str]:
         names = [name.strip() for name in self.hosts.split(",") if name.strip()]
@@ -121,6 +122,23 @@ class HostsLaunch:
         twice = sorted({name for name in names if names.count(name) > 1})
         problems += [f"host {name!r}: is named twice" for name in twice]
         return names
+
+    def _launch_again(
+        self, names: Sequence[str], ranks: int, ssh: Sequence[str], served: Served, folder: Path
+    ) -> int:
+        """All of it, and again after a rank died as often as --max-restarts says; not after wrong
+        settings or files, which would end the same way."""
+        pause, left = 1.0, served.max_restarts
+        while True:
+            began = time.monotonic()
+            code = self._launch(names, ranks, ssh, served, folder)
+            if left == 0 or code in (0, ConfigError.exit_code, INTERRUPTED):
+                return code
+            pause = 1.0 if time.monotonic() - began > STEADY_SECONDS else pause
+            left -= 1
+            say(f"all hosts start again in {pause:g} s (--max-restarts; {left} left)")
+            time.sleep(pause)
+            pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _launch(
         self, names: Sequence[str], ranks: int, ssh: Sequence[str], served: Served, folder: Path

@@ -18,6 +18,7 @@ from launch.cluster.stages import Record
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, Progress
 from launch.failure import LOST_PEER
+from moeserve.errors import MoeserveError
 from moeserve.terminal import PREFIX, counted, say
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ INTERRUPTED = 130
 # torchrun's table of failures: "rank      : 3 (local_rank: 1)", "exitcode  : -9 (pid: 815)"
 _RANK = re.compile(r"^\s*rank\s*: (\d+) ")
 _EXIT = re.compile(r"^\s*exitcode\s*: (-?\d+) ")
+
+
+class NotReadyInTime(MoeserveError):
+    """--wait has passed."""
 
 
 def deaths_in_table(lines: Sequence[str]) -> dict[int, str]:
@@ -100,10 +105,11 @@ class HostsWatch:
                     say("Ctrl-C ends the job: running requests first, a second one at once")
                 elif self._wait is not None and time.monotonic() - began > self._wait:
                     screen.close()
-                    say(f"not ready within --wait {self._wait:g} s; all hosts are told to end")
                     for node in self._progress.nodes():
                         say(f"{node.host}: {node.stage}")
-                    return 1
+                    raise NotReadyInTime(
+                        f"not ready within --wait {self._wait:g} s; all hosts are told to end"
+                    )
         finally:
             screen.close()
 

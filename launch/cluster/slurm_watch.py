@@ -66,7 +66,7 @@ class _Watch:
                 if self._restarts and self._progress.failing and not self._state.over:
                     screen.close()
                     self._restarted()
-                    screen = open_screen()
+                    screen, running_since = open_screen(), 0.0
                     continue
                 if self._state.over or self._progress.failing:
                     screen.close()

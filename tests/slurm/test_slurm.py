@@ -354,3 +354,21 @@ def test_gpus_are_asked_of_slurm(world, start, checkpoint, tmp_path):
 def test_the_namespaces_are_real(world):
     names = {world.on(node, "hostname").stdout.strip() for node in ("node0", "node1")}
     assert names == {"node0", "node1"} and socket.gethostname() not in names
+
+
+def test_a_job_that_may_starts_again_after_a_death(world, start, checkpoint):
+    terminal = start(str(checkpoint), "--port", "0", "--max-restarts", "1")
+
+    def kill_rank_3(url: str) -> None:
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            os.kill(json.load(answer)["ranks"][3]["pid"], signal.SIGKILL)
+
+    kill_rank_3(terminal.url())
+    terminal.wait_for(lambda: terminal.text.count("ready after") == 2)
+    assert terminal.text.count("rank 3 on node1: died") == 1
+    second = [x for x in terminal.lines if "ready after" in x][1].split(": ")[-1].strip()
+    assert ask(second)["choices"][0]["text"]
+    kill_rank_3(second)
+    assert terminal.end(SOON) == 3
+    assert terminal.text.count("rank 3 on node1: died") == 2
+    wait_until_empty()
