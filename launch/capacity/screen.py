@@ -214,7 +214,7 @@ def _found(f: Found) -> Table:
         f"{f.phase}: {len(f.pareto)} layouts that no other beats ({f.tried:,} tried, "
         f"{len(f.allowed):,} allowed)",
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0),
     )
     for name in front_names(f):
         table.add_column(name, justify="right", no_wrap=True)
@@ -227,7 +227,7 @@ def _found(f: Found) -> Table:
 def front_names(f: Found) -> list[str]:
     """Columns of `front_rows`, the last one without a name."""
     limit = "TPOT ms" if f.phase == "decode" else "TTFT ms"
-    load = "sequences" if f.phase == "decode" else "tokens"
+    load = "seqs" if f.phase == "decode" else "tokens"
     return ["GPUs", "slots", "hosted", "balance", load, "drafts", "overlap", limit, "tok/s/GPU", ""]
 
 
