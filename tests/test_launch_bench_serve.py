@@ -66,8 +66,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
+        if way == "reset":  # chunks, of which the last never comes
+            self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         self.close_connection = True
+        if way == "reset":
+            self.wfile.write(b'c\r\ndata: {"choi\r\n')
+            return
         if way == "slow":
             time.sleep(FIRST_SECONDS)
         count = {"empty": 0, "short": wanted - 2, "long": wanted + 1, "cut": 2}.get(way, wanted)
@@ -141,6 +146,7 @@ KINDS = {
     "long": Fault.LONG,
     "cut": Fault.NO_DONE,
     "broken": Fault.NO_DONE,
+    "reset": Fault.BROKEN,
     "told": Fault.TOLD,
     "bad": Fault.BAD_EVENT,
     "nameless": Fault.NO_FINISH,
@@ -150,7 +156,7 @@ KINDS = {
 
 def test_each_failure_is_counted_by_its_kind(peer: Peer, tmp_path: Path) -> None:
     peer.handler.ways = ["fine", *KINDS]
-    flags = ("--requests=24", "--concurrency=1", "--output-tokens=4", "--ignore-eos", "--warmup=0")
+    flags = ("--requests=26", "--concurrency=1", "--output-tokens=4", "--ignore-eos", "--warmup=0")
     result, report = bench(peer.url, tmp_path, *flags)
     assert result.exit_code == 1, result.output
     expected = Counter(KINDS.values())
@@ -159,12 +165,12 @@ def test_each_failure_is_counted_by_its_kind(peer: Peer, tmp_path: Path) -> None
     }
     assert [x["fault"] for x in report["samples"]] == 2 * [None, *KINDS.values()]
     assert report["calls"] == {
-        "sent": 24, "good": 2, "failed": 22, "cut_short_here": 0, "within_limits": 2,
+        "sent": 26, "good": 2, "failed": 24, "cut_short_here": 0, "within_limits": 2,
     }  # fmt: skip
     assert report["errors"]["http 500"]["examples"] == ["it broke"]
     for kind in expected:
         assert any(kind in x for x in report["problems"])
-    assert "PROBLEM: 2 of 24 calls: http 500 (it broke)" in result.output
+    assert "PROBLEM: 2 of 26 calls: http 500 (it broke)" in result.output
     assert bench(peer.url, tmp_path, *flags, "--allow-errors")[0].exit_code == 0
 
 
@@ -201,6 +207,14 @@ def test_a_slow_first_token_is_seen_in_ttft_only(peer: Peer, tmp_path: Path) -> 
     assert report["latency_ms"]["ttft"]["least"] >= 1e3 * FIRST_SECONDS
     assert report["latency_ms"]["tpot"]["most"] < report["latency_ms"]["ttft"]["least"]
     assert report["calls"]["good"] == 3 and report["calls"]["within_limits"] == 0
+
+
+def test_a_silent_server_is_not_waited_for_longer_than_asked(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["fine", "slow"]
+    flags = ("--requests=2", "--concurrency=1", f"--timeout={FIRST_SECONDS / 3}", "--warmup=0")
+    result, report = bench(peer.url, tmp_path, *flags, "--output-tokens=2")
+    assert result.exit_code == 1
+    assert [x["fault"] for x in report["samples"]] == [None, Fault.TIMEOUT]
 
 
 def test_conversations_take_the_answers_along(peer: Peer, tmp_path: Path) -> None:

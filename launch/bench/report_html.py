@@ -29,6 +29,7 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; white-space:
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 16px; margin: 0; }
 dt { color: #6b7280; } dd { margin: 0; overflow-wrap: anywhere; }
 ul { margin: 0; padding-left: 18px; }
+.card + .tiles { margin-top: 14px; }
 .bad { background: #fef2f2; border-color: #fca5a5; color: #991b1b; }
 footer { color: #9ca3af; font-size: 12px; margin-top: 20px; }
 """
@@ -143,7 +144,10 @@ def _pictures(report: dict[str, Any]) -> str:
 
 def _settings(report: dict[str, Any]) -> list[tuple[str, Any]]:
     told = [(name.replace("_", " "), value) for name, value in report["settings"].items()]
-    limits = [(f"limit of {k[:4].upper()}, ms", v) for k, v in report["limits"].items()]
+    limits = [
+        (f"limit of {k[:4].upper()}, ms", None if v is None else number(v))
+        for k, v in report["limits"].items()
+    ]
     return [*told, *limits]
 
 

@@ -122,11 +122,13 @@ def figures(
 
 
 def tokens_are(calls: Sequence[Call]) -> str:
-    """By what output tokens were counted: usage, ids or events."""
+    """By what output tokens of good calls were counted: usage, ids or events; or nothing was."""
     said = [x for x in calls if x.good]
-    if said and all(x.output_tokens is not None for x in said):
+    if not said:
+        return "nothing"
+    if all(x.output_tokens is not None for x in said):
         return "usage"
-    return "ids" if said and all(x.counts is not None for x in said) else "events"
+    return "ids" if all(x.counts is not None for x in said) else "events"
 
 
 def errors_by_kind(calls: Sequence[Call]) -> dict[str, dict[str, Any]]:
