@@ -67,6 +67,11 @@ def test_help_names_all_commands_and_imports_nothing_heavy():
         "bench compare",
         "bench dispatch",
         "plan",
+        "launch",
+        "launch slurm",
+        "launch hosts",
+        "status",
+        "stop",
         "version",
     ],
 )
