@@ -151,7 +151,11 @@ class ServingRank(RankProcess):
         code = self.front_end.poll()
         if not code or self.stopping.asked.is_set():
             return
-        time.sleep(PEER_LOSS_SECONDS if code == JobDied.exit_code else 0)
+        if code == JobDied.exit_code:
+            from dispatch.base import PeerError
+
+            time.sleep(PEER_LOSS_SECONDS)
+            self.fail(PeerError("the front end says that a rank died"))
         self.fail(_died(code))
 
 

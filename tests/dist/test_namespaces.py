@@ -230,7 +230,8 @@ def test_tasks_of_srun_are_ranks_and_end_with_the_first(world, one_rank):
     here.wait_for_all(SOON)
     assert here.text.count("3 other ranks ended because of it") == 1, here.text
     assert f"moeserve: rank 2 on {here.machines.name(1)} died: " in here.text
-    assert [job.process.returncode for job in here.running] == [75, 75, -9, 75]
+    codes = [job.process.returncode for job in here.running]
+    assert codes == [75, 75, -9, 75], here.text
 
 
 @needs_namespaces
