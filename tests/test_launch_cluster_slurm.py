@@ -426,6 +426,20 @@ def test_too_slow(cluster, tmp_path, capsys):
     assert "scancel 77" in cluster.calls
 
 
+def test_a_folder_that_nodes_do_not_see_is_guessed(cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(slurm_watch, "SILENT_SECONDS", 0.05)
+    said: list[str] = []
+
+    def acts(ranks: Ranks) -> None:
+        cluster.set_state("RUNNING||n[0-1]")
+        until(
+            lambda: said.append(capsys.readouterr().err) or "do all nodes see it" in "".join(said)
+        )
+        cluster.set_state("COMPLETED||n[0-1]")
+
+    assert watched(cluster, launch(tmp_path), acts) == 0
+
+
 def test_ctrl_c_cancels_what_is_not_ready(cluster, tmp_path, capsys):
     def acts(ranks: Ranks) -> None:
         ranks.run()

@@ -22,6 +22,7 @@ from moeserve.terminal import counted, say
 
 FILES_EVERY = 0.25  # seconds between looks into the folder
 SLURM_EVERY, SLURM_EVERY_READY = 1.0, 5.0  # between questions to the controller
+SILENT_SECONDS = 60.0  # of a job that runs, after which its silence is told
 MORE_REASONS = 1.0  # after the first failure: what else ranks have to say
 RESTART_REASONS = 3.0  # the same where the ranks start again: they take longer for that
 END_SECONDS = 20.0  # what a job that failed may take to end by itself
@@ -42,7 +43,7 @@ class _Watch:
         self._state = slurm.JobState("PENDING")
         self._asked = 0.0
         self._ready_told = False
-        self._troubled = ""
+        self._troubled, self._silence_told = "", False
         self._restarts = record.restarts
         self._log_read = 0  # of srun's words: those of ranks that have started again since
         self._told: Cause | None = None
@@ -83,6 +84,8 @@ class _Watch:
                     say("Ctrl-C ends the job: running requests first, a second one at once")
                 elif not self._ready_told:
                     self._show(screen)
+                    if running_since and now - running_since > SILENT_SECONDS:
+                        self._tell_silence()
                     patience = self._wait if self._wait is not None else float("inf")
                     if running_since and now - running_since > patience:
                         screen.close()
@@ -132,6 +135,15 @@ class _Watch:
         self._ready_told = True
         seconds = time.time() - self._record.started
         say(f"ready after {seconds:.0f} s: {public_url(self._progress)}")
+
+    def _tell_silence(self) -> None:
+        """Once, if no rank has been heard since the job runs."""
+        if not self._progress.ranks and not self._silence_told:
+            self._silence_told = True
+            say(
+                f"no rank has written into {self._folder} for {SILENT_SECONDS:g} s: do all nodes "
+                f"see it, and the same moeserve? logs: rank-*.log there"
+            )
 
     # ---- the end ------------------------------------------------------------------------------
 
