@@ -15,8 +15,9 @@ from launch.capacity.asked import Typed, read
 from launch.capacity.balance import balance, typical
 from launch.capacity.deployment import from_preset
 from launch.capacity.picture import draw_search
-from launch.capacity.predict import Workload
+from launch.capacity.predict import Workload, predict
 from launch.capacity.report import Limits
+from launch.capacity.rules import errors, violations
 from launch.capacity.run import RulesViolated
 from launch.capacity.search import pareto, ratio, search
 from launch.cli import app
@@ -163,6 +164,9 @@ def test_search_keeps_limits_and_finds_the_front() -> None:
             y.latency < x.latency and y.prediction.per_gpu > x.prediction.per_gpu
             for y in found.allowed
         )
+    more = replace(found.best.deployment, sequences=found.best.deployment.sequences + 4)
+    tpot = predict(more, Workload()).tpot
+    assert tpot is not None and (tpot > 0.05 or errors(violations(more, Workload().context)))
     assert pareto(found.pareto) == found.pareto
     assert {x.deployment.shared for x in found.allowed} == {"replicated", "hosted"}
     assert search(base, Workload(), Limits(tpot=1e-4), 16).best is None

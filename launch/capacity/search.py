@@ -24,6 +24,7 @@ GPUS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256
 SEQUENCES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STEP_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DRAFTS = (0, 1, 2, 3)
+REFINED = 24  # layouts whose batch is then looked at more closely
 SPARE = (0.0, 0.125, 0.5, 1.0)  # redundant slots as a share of the experts, at least
 
 
@@ -107,8 +108,41 @@ def search(
             if way is not None:
                 allowed.append(Candidate(way, predict(way, work, price, c)))
     kept = [x for x in allowed if limit is None or x.latency <= limit]
+    if base.phase == "decode":
+        closer = [_refined(x, length, limit, work, price, c) for x in _leaders(kept)]
+        kept, allowed = kept + closer, allowed + closer
     best = max(kept, key=lambda x: (x.prediction.per_gpu, -x.deployment.gpus), default=None)
     return Found(base.phase, tried, allowed, pareto(allowed), best)
+
+
+def _leaders(kept: list[Candidate]) -> list[Candidate]:
+    """The `REFINED` best that differ in more than their batch."""
+    found: dict[Deployment, Candidate] = {}
+    for x in sorted(kept, key=lambda x: -x.prediction.per_gpu):
+        found.setdefault(replace(x.deployment, sequences=0), x)
+    return list(found.values())[:REFINED]
+
+
+def _refined(
+    x: Candidate,
+    length: float,
+    limit: float | None,
+    work: Workload,
+    price: float | None,
+    c: Calibration,
+) -> Candidate:
+    """With the largest batch that memory and the limit allow, up to the next one that is tried."""
+    low = x.deployment.sequences // 4
+    high = next((n for n in SEQUENCES if n > x.deployment.sequences), x.deployment.sequences) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        way = _way(replace(x.deployment, sequences=4 * middle), length)
+        tried = None if way is None else Candidate(way, predict(way, work, price, c))
+        if tried is not None and (limit is None or tried.latency <= limit):
+            low, x = middle, tried
+        else:
+            high = middle - 1
+    return x
 
 
 def _way(d: Deployment, length: float) -> Deployment | None:
