@@ -17,6 +17,7 @@ from launch.doctor.links import (
     rounds_of,
     schedule,
     slow_links,
+    suspect,
 )
 from launch.doctor.measure import AllToAll, rows_between
 from launch.doctor.nodes import JobReport
@@ -84,6 +85,17 @@ def test_slow_pairs_are_those_under_half_of_the_median_of_their_kind() -> None:
     both = slow_links(spoilt(spoilt(good, 0, 3, there=4e9), 1, 6, there=1e8), 4)
     assert [(x.a, x.b) for x in both] == [(1, 6), (0, 3)]  # the slowest first
     assert slow_links(mesh(2), 1) == []  # of one pair none is the odd one
+
+
+def test_a_node_at_which_slow_links_end_is_suspected() -> None:
+    links = mesh(12, 4)
+    for a in (0, 4):
+        links = spoilt(links, a, 8, there=1e7)
+    slow = slow_links(links, 4)
+    assert len(slow) == 2 and suspect(slow, 4) == 2
+    assert suspect(slow[:1], 4) is None and suspect([], 4) is None
+    within = slow_links(spoilt(mesh(8, 4), 0, 3, there=1e7), 4)
+    assert len(within) == 1 and suspect(within, 4) is None
 
 
 def test_matrices() -> None:

@@ -7,6 +7,7 @@ for it between nodes, and within nodes all nodes measure at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -100,6 +101,19 @@ def slow_links(links: Sequence[Link], per_node: int) -> list[SlowLink]:
                 if rate < SLOW * speed:
                     found.append(SlowLink(a, b, "bandwidth", rate, speed, scope))
     return sorted(found, key=_badness, reverse=True)
+
+
+def suspect(slow: Sequence[SlowLink], per_node: int) -> int | None:
+    """The node that most slow links between nodes begin or end at; None where no one stands out."""
+    ends = Counter(
+        node
+        for x in slow
+        if x.a // per_node != x.b // per_node
+        for node in (x.a // per_node, x.b // per_node)
+    ).most_common(2)
+    if not ends or (len(ends) == 2 and ends[0][1] == ends[1][1]):
+        return None
+    return ends[0][0]
 
 
 def _badness(link: SlowLink) -> float:

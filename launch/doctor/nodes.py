@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.doctor.check import Check, fails, ok, warning
 from launch.doctor.compare import NodeReport, compare, joined, names_of
-from launch.doctor.links import MOST_RANKS, Link, SlowLink, matrix, slow_links
+from launch.doctor.links import MOST_RANKS, Link, SlowLink, matrix, slow_links, suspect
 from launch.doctor.screen import as_json, show_checks, show_matrix, slow_text
 from moeserve.terminal import counted
 
@@ -83,6 +83,8 @@ class JobReport:
             return [*found, ok(SECTION, "pairs", told, "none under half of the median")]
         named = "; ".join(slow_text(x, self.rank_names) for x in slow[:MOST_NAMED])
         more = f"; and {len(slow) - MOST_NAMED} more" if len(slow) > MOST_NAMED else ""
+        node = suspect(slow, self.per_node)
+        who = "of the nodes that are named" if node is None else f"of node {self.nodes[node].name}"
         found.append(
             warning(
                 SECTION,
@@ -90,7 +92,7 @@ class JobReport:
                 f"{len(slow)} slow of {len(self.links)} pairs over {self.over}",
                 f"{named}{more}",
                 "an all-to-all goes at the pace of the slowest pair: look at cables, switch ports "
-                "and PCIe of the node that is named most",
+                f"and PCIe {who}",
             )
         )
         return found
