@@ -41,7 +41,9 @@ def report_of(target: Target) -> dict[str, Any]:
     record, progress = target.record, target.progress
     health = ask_health(target.url) if target.url else "it has no address yet"
     told: dict[str, Any] = health if isinstance(health, dict) else {}
-    nodes = [_node(view) for view in progress.nodes()] or _nodes_of(told)
+    # Of ranks that somebody else started (torchrun by hand) only the first writes its stages.
+    few = len(progress.ranks) < len(told.get("ranks", []))
+    nodes = _nodes_of(told) if few else [_node(view) for view in progress.nodes()]
     return {
         "id": record.id if record is not None else None,
         "kind": record.kind if record is not None else None,
