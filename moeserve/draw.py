@@ -6,16 +6,22 @@ One rule, for each row [V] of probabilities (the softmax of what was edited, fp3
    order. top-k: the first k. min-p: those of at least min_p times the first one's probability.
    top-p: those before which stands less mass than top_p times the mass of the first k (1 where
    top-k is off). The first token is always kept.
-2. Left are, at first, the tokens that top-k and min-p keep. In round 0, 1, ... a number u in [0, 1)
-   comes from (seed, output position, round), and the token among those left, by ascending id, at
-   which their cumulative mass passes u times its sum. If top-p keeps it, it is the choice; if not,
-   left are those that stand before it (all that is kept is among them).
+2. Tokens race. A runner's waiting time is exponential, a function of (seed, output position, its
+   number, `Race`) alone, and is divided by its probability: it wins with its share of the mass of
+   all that run. Where neither top-k nor min-p is set, first the blocks of BLOCK ids run, then the
+   tokens of the one that wins. If top-p keeps the winner, it is the choice. If not, and where top-k
+   or min-p is set: the tokens run that are kept by these and stand before the loser, each alone;
+   whoever of them is not kept by top-p leaves with all that stand behind it, until one is.
 
-So nothing is sorted and a row is read two or three times, however flat it is. A token's chance is
-its share of the kept mass: a draw from a larger set that falls into the kept one is a draw from it.
+So a token's chance is its share of the kept mass: a draw from a larger set that falls into the kept
+one is a draw from it. Nothing is sorted, and most tokens cost no random number.
 
-Law 5: each row is worked on alone, in a fixed order, by numpy, whose sums know no threads. A sum
-over blocks of BLOCK tokens (fp32) finds the block, a cumulative sum (fp64) the token in it.
+Waiting times know nothing of probabilities: rows that are much alike choose the same token for the
+same seed and position. A race of tokens gives two rows the same winner with a chance of at least
+(1 - d) / (1 + d), d the mass in which they differ; with blocks it is little less. That is why a
+draft drawn by this rule mostly is the token that the target draws (`speculate.verify`).
+
+Law 5: each row is worked on alone, in a fixed order, by numpy, whose sums know no threads.
 
 Knows numbers only. `sampler.sample_slowly` has the same rule in plain steps.
 """
@@ -24,6 +30,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,34 +38,47 @@ from numpy.typing import NDArray
 from moeserve.request import SamplingParams
 
 BLOCK = 128
-SPARSE = 8  # fewer than one in so many left: those are gathered
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
+Bits = NDArray[np.uint32]
+
+
+class Race(enum.IntEnum):
+    """Which of the races of a draw: each has numbers of its own."""
+
+    ALONE = 0
+    BLOCKS = 1
+    WITHIN = 2  # a block
 
 
 class Stream(enum.IntEnum):
-    """What a random number is for: rounds of different streams never meet. The target's own draws
-    are stream 0; the others are those of rejection sampling (`speculate`)."""
+    """What a random number is for: rounds of different streams never meet. TARGET to RESIDUAL are
+    those of rejection sampling (`speculate`)."""
 
-    TARGET = 0
+    TARGET = 0  # a draw by inverse CDF
     DRAFT = 1  # which token a drafter takes
     ACCEPT = 2  # whether it is accepted; round: the how many-eth candidate
     RESIDUAL = 3  # what takes the place of a rejected one
+    RACE = 4  # the keys of `draw`; round: the race
 
     def round(self, number: int = 0) -> int:
         """For `uniforms`."""
         return (self.value << 28) | number
 
 
-def uniforms(seeds: Seq[int], positions: Seq[int], round_: int = 0) -> NDArray[np.float64]:
+def uniforms(seeds: Seq[int], positions: Seq[int], round_: int = 0) -> Doubles:
     """[n] numbers in [0, 1 - 2**-40], each a function of its own (seed, output position, round)
-    only: two rounds of a 64-bit mixer, the counter added between them."""
+    only."""
+    return (_state(seeds, positions, round_) >> np.uint64(24)).astype(np.float64) * 2.0**-40
+
+
+def _state(seeds: Seq[int], positions: Seq[int], round_: int) -> NDArray[np.uint64]:
+    """[n] 64 bits: two rounds of a mixer, the counter added between them."""
     with np.errstate(over="ignore"):
         state = _mix(np.array(seeds, np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         counter = np.array(positions, np.uint64) + (np.uint64(round_) << np.uint64(32))
-        state = _mix(state ^ (counter * np.uint64(0xD1342543DE82EF95)))
-    return (state >> np.uint64(24)).astype(np.float64) * 2.0**-40
+        return _mix(state ^ (counter * np.uint64(0xD1342543DE82EF95)))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -67,37 +87,96 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(probs: Floats, u: float, cut: SamplingParams, seed: int, position: int) -> int:
-    """The token chosen from one row [V]. u: `uniforms` of (seed, position), round 0."""
-    p = probs
-    ids: NDArray[np.int64] | None = None  # of p; None: all
+def arrivals(
+    seeds: Seq[int], positions: Seq[int], race: Race, numbers: NDArray[np.integer[Any]]
+) -> Bits:
+    """[n, m] 32 random bits for each runner, numbers [m] or [n, m]: two rounds of a mixer, keyed by
+    seed and position before the first and between them."""
+    state = _state(seeds, positions, Stream.RACE.round(race))[:, None]
+    with np.errstate(over="ignore"):
+        x = numbers.astype(np.uint32) * np.uint32(0x9E3779B1) + state.astype(np.uint32)
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x85EBCA6B)
+        x ^= (state >> np.uint64(32)).astype(np.uint32)
+        x ^= x >> np.uint32(13)
+        x *= np.uint32(0xC2B2AE35)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def waiting_times(bits: Bits) -> Doubles:
+    """Exponential of mean 1, from a uniform number in (0, 1)."""
+    times: Doubles = -np.log1p(-(bits + 0.5) * 2.0**-32)
+    return times
+
+
+def draw(
+    probs: Floats, cuts: Seq[SamplingParams], seeds: Seq[int], positions: Seq[int]
+) -> list[int]:
+    """The tokens chosen from rows [n, V]; each is a function of its own row's arguments."""
+    vocab = probs.shape[1]
+    tokens = [-1] * len(probs)
+    whole = [j for j, c in enumerate(cuts) if not 0 < c.top_k < vocab and c.min_p <= 0]
+    if whole:
+        rows = probs if len(whole) == len(probs) else probs[whole]
+        found = _race_of_blocks(rows, [seeds[j] for j in whole], [positions[j] for j in whole])
+        for j, token in zip(whole, found.tolist(), strict=True):
+            tokens[j] = token
+    for j, cut in enumerate(cuts):
+        if tokens[j] < 0 or cut.top_p < 1:
+            tokens[j] = _draw_one(probs[j], tokens[j], cut, seeds[j], positions[j])
+    return tokens
+
+
+def _draw_one(p: Floats, winner: int, cut: SamplingParams, seed: int, position: int) -> int:
+    """winner: of the race of blocks, -1 where there was none."""
     base = 1.0
-    if 0 < cut.top_k < len(p):
+    if winner >= 0:
+        before = _before(p, winner)
+        ids = np.flatnonzero(before)
+        p = p[ids]
+        if not len(ids) or float(np.add.reduce(p, dtype=np.float64)) < cut.top_p * base:
+            return winner
+    elif 0 < cut.top_k < len(p):
         ids = _first(p, cut.top_k)
         p = p[ids]
         base = float(np.add.reduce(p, dtype=np.float64))
+    else:
+        ids = np.arange(len(p))
     if cut.min_p > 0:
         likely = np.flatnonzero(p >= np.float32(cut.min_p) * p.max())
-        ids = likely if ids is None else ids[likely]
-        p = p[likely]
-    round_ = 0
+        ids, p = ids[likely], p[likely]
+    times = waiting_times(arrivals([seed], [position], Race.ALONE, ids)[0])
     while True:
-        at = _pick(p, u)
+        at = int(_over(times, p).argmin())
         if cut.top_p >= 1:
-            break
-        before = _before(p, at)
-        higher = p * before
-        count = int(np.count_nonzero(before))
-        if count == 0 or float(np.add.reduce(higher)) < cut.top_p * base:
-            break
-        p = higher  # what is no longer left has no mass
-        if count * SPARSE < len(p):
-            left = np.flatnonzero(before)
-            ids = left if ids is None else ids[left]
-            p = p[left]
-        round_ += 1
-        u = float(uniforms([seed], [position], round_)[0])
-    return at if ids is None else int(ids[at])
+            return int(ids[at])
+        left = np.flatnonzero(_before(p, at))
+        if not len(left) or float(np.add.reduce(p[left], dtype=np.float64)) < cut.top_p * base:
+            return int(ids[at])
+        ids, p, times = ids[left], p[left], times[left]
+
+
+def _race_of_blocks(p: Floats, seeds: Seq[int], positions: Seq[int]) -> NDArray[np.int64]:
+    """[n, V] -> [n]: the winning block's winning token."""
+    num, vocab = p.shape
+    blocks = -(-vocab // BLOCK)
+    if vocab < blocks * BLOCK:
+        p = np.concatenate([p, np.zeros((num, blocks * BLOCK - vocab), np.float32)], axis=1)
+    parts = p.reshape(num, blocks, BLOCK)
+    sums = np.add.reduce(parts, axis=-1)
+    times = waiting_times(arrivals(seeds, positions, Race.BLOCKS, np.arange(blocks)))
+    won = _over(times, sums).argmin(axis=1)
+    inside = parts[np.arange(num), won]
+    ids = won[:, None] * BLOCK + np.arange(BLOCK)
+    times = waiting_times(arrivals(seeds, positions, Race.WITHIN, ids))
+    at: NDArray[np.int64] = won * BLOCK + _over(times, inside).argmin(axis=1)
+    return at
+
+
+def _over(times: Doubles, p: Floats) -> Doubles:
+    """times / p; who has no mass never arrives."""
+    return np.divide(times, p, out=np.full(times.shape, np.inf), where=p > 0)
 
 
 def _first(p: Floats, k: int) -> NDArray[np.int64]:
@@ -134,25 +213,3 @@ def _before(p: Floats, at: int) -> NDArray[np.bool_]:
     np.greater_equal(p[:at], p[at], out=before[:at])
     np.greater(p[at:], p[at], out=before[at:])
     return before
-
-
-def _pick(p: Floats, u: float) -> int:
-    """The index at which the cumulative mass passes u times its sum; never one of no mass."""
-    whole = len(p) // BLOCK * BLOCK
-    sums = np.add.reduce(p[:whole].reshape(-1, BLOCK), axis=-1)
-    if whole < len(p):
-        last = np.zeros(BLOCK, np.float32)
-        last[: len(p) - whole] = p[whole:]
-        sums = np.append(sums, np.add.reduce(last))
-    mass = sums.cumsum(dtype=np.float64)
-    target = u * mass[-1]
-    block = _passed(mass, target)
-    start = block * BLOCK
-    inside = p[start : start + BLOCK].cumsum(dtype=np.float64)
-    return start + _passed(inside, target - (mass[block - 1] if block else 0.0))
-
-
-def _passed(mass: NDArray[np.float64], target: float) -> int:
-    """First index at which the cumulative mass passes target, else the last one with a mass."""
-    index = int(mass.searchsorted(target, side="right"))
-    return index if index < len(mass) else int(mass.searchsorted(mass[-1]))

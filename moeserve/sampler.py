@@ -24,7 +24,7 @@ Shape letters: O rows, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.continuation import Continuation
-from moeserve.draw import Floats, draw, uniforms
+from moeserve.draw import BLOCK, Floats, Race, arrivals, draw
 from moeserve.logprobs import token_logprobs
 from moeserve.penalties import Bias, SeenTokens
 from moeserve.request import TokenLogprob
@@ -199,19 +199,22 @@ def _draw(
     """Steps 7 and 8: replace the tokens of random rows, and keep the softmax of those wanted."""
     random = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.RANDOM]
     positions = [sequences[j].num_output_tokens for j in random]
-    u = uniforms([sequences[j].seed for j in random], positions).tolist()
     on_cpu = logits.device.type == "cpu"
     at_once = max(1, CACHE_ELEMENTS // logits.shape[1]) if on_cpu else len(random)
     for start in range(0, len(random), at_once):
         part = random[start : start + at_once]
         temperature = torch.tensor([sequences[j].temperature for j in part], device=logits.device)
         probs = torch.softmax(logits[part] / temperature.unsqueeze(1), dim=-1).cpu().numpy()
+        ids = draw(
+            probs,
+            [sequences[j].sampling for j in part],
+            [sequences[j].seed for j in part],
+            positions[start : start + len(part)],
+        )
         for row, j in enumerate(part):
-            sequence = sequences[j]
-            i = start + row
+            tokens[j] = ids[row]
             if j in softmax_of:
                 softmax[j] = probs[row]
-            tokens[j] = draw(probs[row], u[i], sequence.sampling, sequence.seed, positions[i])
 
 
 # -- the twin -----------------------------------------------------------------------------------
@@ -270,15 +273,18 @@ def _draw_slowly(p: list[float], sequence: Row, position: int) -> int:
             break
         kept.append(i)
         mass += p[i]
-    for round_ in itertools.count():
-        target = float(uniforms([sequence.seed], [position], round_)[0]) * sum(p[i] for i in left)
-        mass, chosen = 0.0, left[0]
-        for i in sorted(left):
-            mass += p[i]
-            if mass > target:
-                chosen = i
-                break
+    if not 0 < sampling.top_k < vocab and sampling.min_p <= 0:
+        blocks = range(-(-vocab // BLOCK))
+        sums = [math.fsum(p[b * BLOCK : (b + 1) * BLOCK]) for b in blocks]
+        won = _winner(blocks, sums, sequence, position, Race.BLOCKS)
+        inside = range(won * BLOCK, min((won + 1) * BLOCK, vocab))
+        chosen = _winner(inside, p, sequence, position, Race.WITHIN)
         if chosen in kept:
             return chosen
-        left = left[: left.index(chosen)]
-    raise AssertionError("left shrinks to kept")
+    return _winner(kept, p, sequence, position, Race.ALONE)
+
+
+def _winner(runners: Seq[int], p: Seq[float], sequence: Row, position: int, race: Race) -> int:
+    bits = arrivals([sequence.seed], [position], race, np.array(runners))[0].tolist()
+    times = {i: -math.log1p(-(bit + 0.5) / 2**32) for i, bit in zip(runners, bits, strict=True)}
+    return min(runners, key=lambda i: (times[i] / p[i] if p[i] > 0 else math.inf, i))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve import draw
-from moeserve.draw import uniforms
+from moeserve.draw import BLOCK, Race, arrivals, draw, kept, uniforms, waiting_times
 from moeserve.logprobs import token_logprobs
 from moeserve.request import Request, SamplingParams, TokenLogprob
 from moeserve.sampler import sample, sample_slowly
@@ -158,6 +157,68 @@ def test_uniforms_are_uniform_and_below_one() -> None:
     assert uniforms([0, 1], [0, 1]).tolist() == uniforms([1, 0], [1, 0]).tolist()[::-1]
 
 
+def test_runners_wait_independently_of_each_other() -> None:
+    """Along runners, positions and seeds, and from one race to another."""
+    n = 4000
+    lines = [
+        arrivals([7], [3], Race.ALONE, np.arange(n))[0],
+        arrivals([7] * n, list(range(n)), Race.WITHIN, np.array([5]))[:, 0],
+        arrivals(list(range(n)), [3] * n, Race.BLOCKS, np.array([0]))[:, 0],
+        arrivals([7], [4], Race.ALONE, np.arange(n))[0],
+        arrivals([7], [3], Race.WITHIN, np.arange(n))[0],
+    ]
+    times = [waiting_times(bits) for bits in lines]
+    for line in times:
+        assert line.min() > 0 and np.isfinite(line).all()
+        counts = np.histogram(1 - np.exp(-line), 20, (0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 50
+        assert abs(np.corrcoef(line[:-1], line[1:])[0, 1]) < 0.06
+    for i, line in enumerate(times):
+        for other in times[:i]:
+            assert abs(np.corrcoef(line, other)[0, 1]) < 0.06
+    every = arrivals([2**64 - 1, 0], [0, 2**31], Race.BLOCKS, np.arange(3))
+    assert (arrivals([0], [2**31], Race.BLOCKS, np.arange(3)) == every[1:]).all()
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}, {"top_k": 90}, {"min_p": 0.02}])
+def test_draws_over_several_blocks_follow_the_distribution(cut: dict[str, object]) -> None:
+    """Chi-square over the draws of 300 tokens."""
+    n, vocab = 60_000 if not cut else 10_000, 2 * BLOCK + 44
+    generator = torch.Generator().manual_seed(8)
+    p = torch.softmax(torch.randn(vocab, generator=generator) * 2, -1).numpy()
+    params = SamplingParams(**cut)  # type: ignore[arg-type]
+    found = np.zeros(vocab)
+    for start in range(0, n, 2000):
+        seeds = list(range(start, start + 2000))
+        rows = np.broadcast_to(p, (2000, vocab))
+        found += np.bincount(draw(rows, [params] * 2000, seeds, [9] * 2000), minlength=vocab)
+    wanted = kept(p, params) * n
+    assert not found[wanted == 0].any()
+    large = wanted >= 8
+    off = ((found - wanted)[large] ** 2 / wanted[large]).sum()
+    degrees = int(large.sum()) - 1
+    assert off < degrees + 4 * np.sqrt(2 * degrees)
+
+
+def test_rows_that_are_alike_choose_alike() -> None:
+    """What makes a draft drawn with the same numbers the target's token: see `draw`."""
+    generator = torch.Generator().manual_seed(2)
+    n, vocab = 1500, 3 * BLOCK
+    a = torch.randn(vocab, generator=generator) * 2
+    for off, cut in ((0.3, {}), (1.0, {}), (0.3, {"top_p": 0.9}), (1.0, {"top_k": 20})):
+        b = a + torch.randn(vocab, generator=generator) * off
+        params = SamplingParams(**cut)  # type: ignore[arg-type]
+        both = [torch.softmax(x, -1).numpy() for x in (a, b)]
+        drawn = [
+            np.array(draw(np.broadcast_to(p, (n, vocab)), [params] * n, list(range(n)), [0] * n))
+            for p in both
+        ]
+        far = 0.5 * np.abs(kept(both[0], params) - kept(both[1], params)).sum()
+        same = float((drawn[0] == drawn[1]).mean())
+        assert same > (1 - far) / (1 + far) - (0.04 if "top_k" in cut else 0.1)
+        assert same <= 1 - far + 0.04  # no way to draw does better
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     for params, target in (
@@ -221,9 +282,7 @@ def test_broken_rows_are_found_and_spoil_no_others(params: dict[str, object]) ->
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 1000])
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 6.0])
-def test_draws_are_the_twin_for_flat_and_steep_rows(
-    vocab: int, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_are_the_twin_for_flat_and_steep_rows(vocab: int, scale: float) -> None:
     cuts = [
         {"top_p": p, "top_k": k, "min_p": m}
         for p in (1e-9, 0.1, 0.5, 0.95, 1.0)
@@ -235,11 +294,9 @@ def test_draws_are_the_twin_for_flat_and_steep_rows(
         logits_for(len(rows), vocab, seed=vocab)[:, :vocab] if vocab > 1 else torch.zeros(30, 1)
     )
     logits = logits * scale / 3
-    for sparse in (draw.SPARSE, 1, 1 << 30):  # how what is left is kept
-        monkeypatch.setattr(draw, "SPARSE", sparse)
-        tokens = run(logits.clone(), rows)[0]
-        for j, row in enumerate(rows):
-            assert tokens[j] == sample_slowly(logits[j], row)[0], (j, row.sampling)
+    tokens = run(logits.clone(), rows)[0]
+    for j, row in enumerate(rows):
+        assert tokens[j] == sample_slowly(logits[j], row)[0], (j, row.sampling)
 
 
 def test_top_k_and_top_p_keep_no_more_than_they_say() -> None:

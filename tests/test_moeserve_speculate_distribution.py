@@ -295,7 +295,8 @@ def test_verify_takes_the_very_tokens_of_the_tested_rule(params: dict[str, objec
         a, b = drafts
         rows = torch.stack([logits[0][0], logits[1][a], logits[2][a * V + b]])
         verdict = verify(rows, [one], [chain(drafts, dists)], Rule.REJECTION)[0]
-        assert verdict.tokens == tuple(wanted[seed][: len(verdict.tokens)].tolist())
+        judged = min(len(verdict.tokens), 2)  # what follows two accepted ones is the sampler's
+        assert verdict.tokens[:judged] == tuple(wanted[seed][:judged].tolist())
         assert list(verdict.tokens[:-1]) == drafts[: verdict.num_accepted]
 
 
