@@ -9,18 +9,22 @@ machine for a while slows them alike. Prompts are random in each; lengths, answe
 full length, and the number of clients are the same. Prints a table of medians over rounds, then one
 line of JSON. How a tool counts: TTFT to the first chunk with text; "ITL" of both is our TPOT, (last
 - first) / (tokens - 1); throughput is output tokens over the whole run, in aiperf from the first
-request's start to the last one's end.
+request's start to the last one's end. With --paced there is no model: our front end over a rank
+that takes so many ms for every step, which is then what tools should see.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,8 @@ METRICS = ("ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_second", "requests
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
+    parser.add_argument("url", nargs="?", help="of a server; or --paced")
+    parser.add_argument("--paced", type=float, metavar="MS", help="our front end, steps of this")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--aiperf")
@@ -40,6 +45,30 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
     options = parser.parse_args()
+    if (options.url is None) == (options.paced is None):
+        parser.error("give a URL or --paced MS")
+    with paced_server(options) if options.paced else contextlib.nullcontext():
+        compare(options)
+
+
+@contextlib.contextmanager
+def paced_server(options: argparse.Namespace) -> Iterator[None]:
+    """Our front end over a rank that takes so many ms for every step and computes nothing."""
+    from moeserve.server.rehearsal import FakeRank, Rehearsal
+
+    class PacedRank(FakeRank):
+        def _step(self) -> list[Any]:
+            time.sleep(options.paced / 1e3)
+            return super()._step()
+
+    server = Rehearsal(options.tokenizer.resolve(), max_model_len=2048)
+    server._make_rank = lambda rank, address: PacedRank(rank, 1, address, max_model_len=2048)  # type: ignore[method-assign]
+    with server:
+        options.url = server.url
+        yield
+
+
+def compare(options: argparse.Namespace) -> None:
     tools = {"bench serve": ours}
     if options.aiperf:
         tools["aiperf"] = aiperf
