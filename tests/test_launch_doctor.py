@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dispatch import deepep
-from dispatch.deepep_v2_limits import ELASTIC
+from dispatch.deepep_v2_limits import ELASTIC, EP
 from launch.doctor import libraries, local
 from launch.doctor.backends import backend_checks
 from launch.doctor.check import Check, State, counts, exit_code, fails, missing, ok, warning
@@ -298,6 +298,7 @@ def test_libraries_that_do_not() -> None:
     assert "two releases" in changed(nvshmem_host=(3, 6, 5))["NVSHMEM"].reason
     assert changed(nccl=(2, 27, 3))["NCCL"].state is State.WARNING
     assert changed(nvcc=None)["nvcc"].state is State.MISSING
+    assert "13.1" in changed(deep_ep_apis=("EPBuffer",))["nvcc"].reason
     assert changed(deep_ep_apis=())["DeepEP"].state is State.WARNING
 
     def module(name: str, **more: object) -> dict[str, Check]:
@@ -320,7 +321,7 @@ def test_without_a_gpu_no_library_is_needed() -> None:
 
 def test_the_numbers_are_those_of_the_adapters() -> None:
     assert libraries.NVSHMEM_HANGS_FROM == deepep._NVSHMEM_HANGS_FROM
-    assert ELASTIC.nccl == libraries.NCCL_FOR_V2
+    assert ELASTIC.nccl == libraries.NCCL_FOR_V2 and EP.nvcc == libraries.NVCC_FOR_V25
     assert libraries.import_error("json") is None
     said = libraries.import_error("no_such_module_at_all")
     assert said is not None and "ModuleNotFoundError" in said

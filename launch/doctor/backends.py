@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,14 @@ TOKENS = {"prefill": 4096, "decode": 128}  # a rank, in a step
 _DEEPSEEK_V3 = {"hidden": 7168, "top_k": 8, "experts": 256}
 
 
-def backend_checks(num_ranks: int, checkpoint: Path | None, has_gpu: bool) -> Iterator[Check]:
-    """Outside of deterministic mode, in bfloat16, for the checkpoint's sizes or DeepSeek-V3's."""
+def backend_checks(
+    num_ranks: int, checkpoint: Path | None, has_gpu: bool, job: EPGroup | None = None
+) -> Iterator[Check]:
+    """Outside of deterministic mode, in bfloat16, for the checkpoint's sizes or DeepSeek-V3's. job:
+    its ranks, where there is one."""
     import dispatch
 
-    with stand_in(num_ranks, has_gpu) as group:
+    with nullcontext(job) if job is not None else stand_in(num_ranks, has_gpu) as group:
         answers = {
             phase: dispatch.probe_all(group, _config(num_ranks, tokens, _sizes(checkpoint)))
             for phase, tokens in TOKENS.items()
@@ -88,7 +91,7 @@ def _config(num_ranks: int, tokens: int, sizes: dict[str, int]) -> DispatchConfi
 @contextmanager
 def stand_in(num_ranks: int, has_gpu: bool) -> Iterator[EPGroup]:
     """A group that says that it is rank 0 of so many. What it is made of has one rank; nobody may
-    send anything over it. Within a job, the job's own groups stay as they are."""
+    send anything over it. Not within a job."""
     import torch.distributed as dist
 
     from ep.group import EPGroup
@@ -96,10 +99,8 @@ def stand_in(num_ranks: int, has_gpu: bool) -> Iterator[EPGroup]:
     if num_ranks == 1:
         yield EPGroup.single()
         return
-    own = not dist.is_initialized()
-    if own:
-        backend = "nccl" if has_gpu and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    backend = "nccl" if has_gpu and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     per_node = min(PER_NODE, num_ranks)
     if num_ranks % per_node:
         per_node = num_ranks
@@ -107,5 +108,4 @@ def stand_in(num_ranks: int, has_gpu: bool) -> Iterator[EPGroup]:
     try:
         yield EPGroup(0, num_ranks, per_node, world, world)
     finally:
-        if own:
-            dist.destroy_process_group()
+        dist.destroy_process_group()

@@ -105,7 +105,7 @@ def _on_rank(env: RankEnv, group: EPGroup, checkpoint: Path | None, json: bool) 
     report = examine(
         whole,
         place.device,
-        lambda: node_report(checkpoint, group.size),
+        lambda: node_report(checkpoint, whole),
         place.transport,
     )
     if group.rank == 0:

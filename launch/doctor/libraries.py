@@ -19,6 +19,7 @@ from launch.doctor.check import Check, missing, ok, warning
 
 SECTION = "libraries"
 NCCL_FOR_V2 = (2, 30, 4)  # DeepEP's second API, as dispatch.deepep_v2_limits has it
+NVCC_FOR_V25 = (13, 1)  # DeepEP 2.5, likewise
 NVSHMEM_HANGS_FROM = (3, 5, 19)  # DeepEP's first API, as dispatch.deepep has it
 NVSHMEM_GOOD = "3.4.5"
 IMPORT_SECONDS = 60
@@ -290,7 +291,17 @@ def _nvcc(found: Libraries, has_gpu: bool) -> Check:
         return missing(
             SECTION, "nvcc", reason, "install the CUDA toolkit and set CUDA_HOME" * has_gpu
         )
-    return ok(SECTION, "nvcc", f"CUDA {found.nvcc} ({found.nvcc_path})")
+    told = f"CUDA {found.nvcc} ({found.nvcc_path})"
+    if "EPBuffer" in found.deep_ep_apis and _numbers(found.nvcc) < NVCC_FOR_V25:
+        least = _dotted(NVCC_FOR_V25)
+        return warning(
+            SECTION,
+            "nvcc",
+            told,
+            f"DeepEP 2.5 compiles its kernels with {least} or newer",
+            f"install CUDA {least} and set CUDA_HOME",
+        )
+    return ok(SECTION, "nvcc", told)
 
 
 def _without(has_gpu: bool, reason: str) -> str:

@@ -7,18 +7,26 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.doctor.check import Check, fails
 from launch.doctor.compare import NodeReport
 from launch.doctor.gpu import gpu_checks, run_smi, torch_sees
 
+if TYPE_CHECKING:
+    from ep.group import EPGroup
+
 DEFAULT_RANKS = 8  # for which dispatchers are asked
 
 
 def local_checks(
-    checkpoint: Path | None, num_ranks: int, tell: Callable[[str], None] = lambda what: None
+    checkpoint: Path | None,
+    num_ranks: int,
+    tell: Callable[[str], None] = lambda what: None,
+    job: EPGroup | None = None,
 ) -> list[Check]:
-    """A part that breaks is itself a check that fails: the others still stand."""
+    """A part that breaks is itself a check that fails: the others still stand. job: the ranks that
+    this process is one of."""
     has_gpu = bool(torch_sees()[1]) or any(Path("/dev").glob("nvidia[0-9]*"))
     parts: dict[str, Callable[[], Iterable[Check]]] = {
         "software": lambda: _software(),
@@ -27,7 +35,7 @@ def local_checks(
         "network": lambda: _network(),
         "network cards": lambda: _rdma(has_gpu),
         "libraries": lambda: _libraries(has_gpu),
-        "dispatchers": lambda: _backends(num_ranks, checkpoint, has_gpu),
+        "dispatchers": lambda: _backends(num_ranks, checkpoint, has_gpu, job),
     }
     if checkpoint is not None:
         folder = checkpoint
@@ -43,9 +51,9 @@ def local_checks(
     return found
 
 
-def node_report(checkpoint: Path | None, num_ranks: int) -> NodeReport:
+def node_report(checkpoint: Path | None, job: EPGroup) -> NodeReport:
     """What this node says, and what it is compared by."""
-    checks = local_checks(checkpoint, num_ranks)
+    checks = local_checks(checkpoint, job.size, job=job)
     return NodeReport(socket.gethostname(), checks, values(checkpoint))
 
 
@@ -109,10 +117,12 @@ def _libraries(has_gpu: bool) -> Iterator[Check]:
     return library_checks(look(has_gpu), has_gpu)
 
 
-def _backends(num_ranks: int, checkpoint: Path | None, has_gpu: bool) -> Iterator[Check]:
+def _backends(
+    num_ranks: int, checkpoint: Path | None, has_gpu: bool, job: EPGroup | None
+) -> Iterator[Check]:
     from launch.doctor.backends import backend_checks
 
-    return backend_checks(num_ranks, checkpoint, has_gpu)
+    return backend_checks(num_ranks, checkpoint, has_gpu, job)
 
 
 def _checkpoint(folder: Path) -> Iterator[Check]:
