@@ -144,6 +144,16 @@ def test_what_all_ranks_agreed_on_is_told_once_with_the_machine():
     assert cause.reason == "rank 2 on n1: model.checkpoint: differs\nrank 3 on n1: the same"
 
 
+def test_what_several_ranks_say_alike_is_no_ranks_own():
+    text = "node n1: moeserve is of another commit"
+    progress = fed(
+        *(said(r, "starting") for r in range(2)),
+        *(said(r, "failed", 1, text=text, code=2) for r in range(2)),
+    )
+    cause = progress.first_cause({})
+    assert cause is not None and (cause.rank, cause.reason) == (-1, text)
+
+
 def test_sruns_words():
     log = (
         "srun: error: n0: tasks 0-1,4: Exited with exit code 2\n"

@@ -163,7 +163,8 @@ class Progress:
 
     def _cause(self, record: Record) -> Cause:
         # What all ranks agreed on names the rank in each line; a reader wants the machine too.
-        agreed = bool(_WHOSE.search(record.text))
+        alike = sum(failure.text == record.text for failure in self.primary)
+        agreed = alike > 1 or bool(_WHOSE.search(record.text))
         text = _WHOSE.sub(lambda m: f"rank {m[1]} on {self.host_of(int(m[1])) or '?'}", record.text)
         return Cause(-1 if agreed else record.rank, record.host, text, record.code)
 
