@@ -99,7 +99,7 @@ def test_broken_rules_are_in_the_report_and_end_a_check() -> None:
 def test_models_by_folder_file_and_name(model: str) -> None:
     plan = told(model, "--gpus", "8", "--gpu", "b200", "--phase", "decode")
     assert plan["parameters"]["routed_experts"] in (32, 256, 384)
-    assert list(plan["phases"]) == ["decode"]
+    assert list(plan["phases"]) == ["decode"] and plan["parameters"]["weights"] == "fp8"
     assert plan["prediction"]["cost_per_million"]["input"] is None
 
 

@@ -40,7 +40,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     title = f"{d.model} on {d.gpus} × {d.gpu.title}"
     cached = f" ({work.cached_share:.0%} cached)" if work.cached_share else ""
     told = (
-        f"{d.nodes} nodes   ·   {d.shape.total / 1e9:.4g} B parameters   ·   prompt of "
+        f"{d.nodes} nodes   ·   {d.shape.total / 1e9:.4g} B parameters in "
+        f"{d.shape.weights_in.upper()}   ·   prompt of "
         f"{work.input_tokens:,}{cached}, answer of {work.output_tokens:,} tokens"
     )
     head(figure, title, [told + (f"   ·   preset {plan.preset}" if plan.preset else "")])

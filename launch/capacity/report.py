@@ -147,6 +147,7 @@ class Plan:
                 "layers": m.num_hidden_layers,
                 "routed_experts": m.n_routed_experts,
                 "mtp_layers": m.num_mtp_layers,
+                "weights": d.shape.weights_in,
             },
             "workload": asdict(work),
             "price_per_gpu_hour": self.reports[0].price,

@@ -116,6 +116,11 @@ class ModelShape:
         """Bytes of a quantised weight: e4m3 with a scale a 128 x 128 block, or BF16."""
         return 1 + 4 / (128 * 128) if self.config.quantization else 2.0
 
+    @property
+    def weights_in(self) -> str:
+        """As the config says: quantised ones, or BF16 where it names no quantisation."""
+        return "fp8" if self.config.quantization else "bf16"
+
     def dispatch_bytes(self, fp8: bool = True) -> float:
         """A token's row on its way to one rank: values and scales, or BF16."""
         hidden = self.config.hidden_size
