@@ -27,8 +27,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     d, work = plan.reports[0].deployment, plan.reports[0].work
     console.print(
         f"[bold]{escape(d.model)}[/]: {size_told(d.shape.total)} parameters, "
-        f"{size_told(d.shape.active)} a token, in {d.shape.weights_in.upper()}, on {d.gpus} x {d.gpu.title} "
-        f"({d.nodes} node{'s' * (d.nodes > 1)})"
+        f"{size_told(d.shape.active)} a token, in {d.shape.weights_in.upper()}, on {d.gpus} x "
+        f"{d.gpu.title} ({d.nodes} node{'s' * (d.nodes > 1)})"
     )
     cached = f", {work.cached_share:.0%} of it cached" if work.cached_share else ""
     console.print(
