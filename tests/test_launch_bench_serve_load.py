@@ -36,7 +36,7 @@ from launch.bench.serve_load import Lengths, Load, SharedPrefix, Turn, arrival_t
 from launch.bench.serve_prompts import WORDS, Pool, PromptMaker
 from launch.bench.serve_run import FORMAT
 from launch.bench.serve_trace import read_trace, write_trace
-from launch.bench.sweep import next_rate
+from launch.bench.sweep import faults, next_rate
 from moeserve.errors import ConfigError
 
 
@@ -324,6 +324,16 @@ def test_the_ladder_ends_just_below_the_knee(first: float, knee: float) -> None:
     served = [rate for rate, fine in tried if fine]
     if len(tried) < 12 and served:
         assert max(served) <= knee <= 1.2 * max(served) * 1.0001
+
+
+def test_refusals_beyond_the_knee_are_no_faults() -> None:
+    def point(kept: int) -> dict[str, Any]:
+        problems = ["3 of 10 calls: http 429 (full)", "1 of 10 calls: empty answer"]
+        calls = {"sent": 10, "cut_short_here": 0, "within_limits": kept}
+        return {"calls": calls, "problems": problems}
+
+    assert len(faults(point(9))) == 2
+    assert faults(point(5)) == ["1 of 10 calls: empty answer"]
 
 
 # ---- the drive ----------------------------------------------------------------------------

@@ -289,6 +289,8 @@ def caveats(
         said.append("not all calls tell usage: an event was counted as one token there")
     if report["acceptance"]["accepted_share"] is None:
         said.append("no acceptance: the server tells nothing of speculation")
+    if 0 < report["calls"]["good"] < 100:
+        said.append("p99 of fewer than a hundred calls is the slowest of them")
     if report["generator"]["was_limit"]:
         said.append("the load generator was the limit: " + report["generator"]["why"])
     if report["interrupted"]:

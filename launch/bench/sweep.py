@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.bench.serve_call import Fault
 from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Load
 from launch.bench.serve_run import Run
@@ -24,6 +25,7 @@ ALONE_CALLS = 4  # one after another, to see what a call takes alone
 TTFT_TIMES, TPOT_TIMES = 5.0, 3.0  # limits where none are given: times what a call takes alone
 FINE = 1.2  # a knee is found where the rates around it are this near
 MOST_POINTS = 12
+REFUSALS = ("http 429", "http 503", Fault.TIMEOUT)  # of a server that has too much to do
 POINT_SECONDS = 15.0
 POINT_CALLS = 20  # a point has at least so many calls
 
@@ -150,9 +152,18 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
             (x["goodput_requests_per_second"] for x in points), default=0.0
         ),
         "interrupted": any(x["interrupted"] for x in points),
-        "problems": [f"at {x['rate']:g} a second: {p}" for x in points for p in x["problems"]],
+        "problems": [f"at {x['rate']:.3g} a second: {p}" for x in points for p in faults(x)],
         "caveats": _caveats(points),
     }
+
+
+def faults(point: dict[str, Any]) -> list[str]:
+    """Problems of a point, save that a server refuses or lets wait what is more than it can take:
+    that is what the knee is about."""
+    if is_served(point):
+        return list(point["problems"])
+    refusals = tuple(f": {kind}" for kind in REFUSALS)
+    return [x for x in point["problems"] if not any(kind in x for kind in refusals)]
 
 
 def _caveats(points: list[dict[str, Any]]) -> list[str]:
@@ -160,9 +171,16 @@ def _caveats(points: list[dict[str, Any]]) -> list[str]:
     told = list(dict.fromkeys(c for x in points for c in x["caveats"]))
     common = [c for c in told if all(c in x["caveats"] for x in points)]
     rest = [
-        f"at {x['rate']:.3g} a second: {c}" for x in points for c in x["caveats"] if c not in common
+        f"at {x['rate']:.3g} a second: {c}"
+        for x in points
+        for c in [*(c for c in x["caveats"] if c not in common), *_refused(x)]
     ]
     return [*common, *rest]
+
+
+def _refused(point: dict[str, Any]) -> list[str]:
+    kept = faults(point)
+    return [x for x in point["problems"] if x not in kept]
 
 
 def is_served(point: dict[str, Any]) -> bool:
