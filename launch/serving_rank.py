@@ -17,6 +17,7 @@ from launch.cluster.stages import SERVING
 from launch.env import RankEnv
 from launch.failure import describe_exit
 from launch.front_end import FrontEndProcess
+from launch.interface import is_loopback
 from launch.rank import PEER_LOSS_SECONDS, RankProcess, build_and_show
 from moeserve.config import ServeConfig
 from moeserve.errors import FrontEndDied, JobDied, MoeserveError
@@ -122,6 +123,12 @@ class ServingRank(RankProcess):
             job.share("front_end", "")  # the others leave quietly: rank 0 has the reason
             raise
         say(f"HTTP on {self.front_end.url} (loading)")
+        listens_at = self.config.server.host
+        if self.env.num_nodes > 1 and (listens_at == "localhost" or is_loopback(listens_at)):
+            say(
+                f"HTTP is for processes on node {job.meeting.names[0]} only; with --host 0.0.0.0 "
+                f"others reach it at {host}"
+            )
         Thread(target=self._watch_front_end, name="front-end-watch", daemon=True).start()
 
     def _on_ready(self, url: str) -> None:

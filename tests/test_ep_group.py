@@ -36,3 +36,14 @@ def test_nodes() -> None:
 def test_what_cannot_be_is_refused(arguments: tuple[int, int, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         EPGroup(*arguments, None, None)
+
+
+def test_ranks_are_told_as_people_find_them():
+    pg = object()
+    far = EPGroup(0, 8, 4, pg, pg, node_names=("h0", "h1"))  # type: ignore[arg-type]
+    assert far.where([5]) == "rank 5 on h1"
+    assert far.where([1, 5]) == "ranks 1, 5 on h0, h1"
+    assert far.where([4, 5, 6, 7]) == "node h1"
+    near = EPGroup(0, 16, 16, pg, pg, node_names=("h0",))  # type: ignore[arg-type]
+    assert near.where([3]) == "rank 3"
+    assert near.where(list(range(10))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
