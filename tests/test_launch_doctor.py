@@ -32,6 +32,7 @@ from launch.doctor.machine import (
     UNLIMITED,
     clock_check,
     limit_checks,
+    memory_check,
     parse_cpuinfo,
     parse_meminfo,
     processor_check,
@@ -149,6 +150,13 @@ def test_presence(
     assert state is State.OK or checks[name].remedy
     # without any GPU nothing fails: the machine is for the CPU
     assert devices or exit_code([*checks.values()]) == 0
+
+
+def test_nvswitch_without_its_manager() -> None:
+    said = "Error 802: system not yet initialized"
+    checks = by_name(presence_checks([], 8, True, "13.0", 0, said))
+    assert checks["torch and GPUs"].reason == said
+    assert "nvidia-fabricmanager" in checks["torch and GPUs"].remedy
 
 
 # -- network cards --------------------------------------------------------------------------------
@@ -351,12 +359,16 @@ def test_limits_clocks_and_shared_memory() -> None:
     assert {c.state for c in poor.values()} == {State.WARNING}
     assert poor["open files"].remedy.startswith("ulimit -n 65536")
     assert "limits.conf" in by_name(limit_checks(1024, 1024, UNLIMITED, True))["open files"].remedy
-    rich = by_name(limit_checks(UNLIMITED if UNLIMITED > 0 else 1 << 20, 1 << 20, 8 << 20, False))
+    rich = by_name(limit_checks(UNLIMITED, UNLIMITED, 8 << 20, False))
     assert {c.state for c in rich.values()} == {State.OK}
     assert clock_check("tsc", []).state is State.OK
     assert "echo tsc" in clock_check("hpet", ["tsc", "hpet"]).remedy
     assert clock_check("acpi_pm", ["acpi_pm"]).state is State.WARNING
     assert clock_check("", []).state is State.MISSING
+    half = {"MemTotal": 64 * 10**9, "MemAvailable": 32 * 10**9}
+    assert memory_check(half).state is State.OK and "container" not in memory_check(half).found
+    assert memory_check(half, 10**9).state is State.WARNING
+    assert memory_check(half, 1 << 62).state is State.OK and memory_check({}).found == "-"
     small = shared_memory_check(60 << 20, 64 << 20)
     assert small.state is State.WARNING and "--shm-size" in small.remedy
     assert torch_check("2.9.1+cu128", "12.8").state is State.WARNING

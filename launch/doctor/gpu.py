@@ -229,7 +229,9 @@ def presence_checks(
             "torch and GPUs",
             f"torch for CUDA {torch_cuda} sees none",
             torch_reason or "the driver may be too old for it, or CUDA_VISIBLE_DEVICES is empty",
-            "look at nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver",
+            "start nvidia-fabricmanager, of the driver's version: NVSwitch needs it"
+            if "system not yet initialized" in torch_reason
+            else "look at nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver",
         )
     elif gpus and torch_count != len(gpus):
         yield warning(
@@ -309,11 +311,24 @@ def torch_sees() -> tuple[str | None, int, str]:
     try:
         import torch
 
-        if torch.version.cuda is None or not torch.cuda.is_available():
-            return torch.version.cuda, 0, ""
+        if torch.version.cuda is None:
+            return None, 0, ""
+        if not torch.cuda.is_available():
+            return torch.version.cuda, 0, _why_none()
         return torch.version.cuda, torch.cuda.device_count(), ""
     except Exception as error:  # a broken installation may raise anything
         return None, 0, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _why_none() -> str:
+    """What CUDA says as it is started, which `is_available` keeps to itself."""
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:  # of torch or of the driver
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ""
 
 
 def run_smi(*arguments: str) -> str | None:

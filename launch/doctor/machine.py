@@ -63,7 +63,9 @@ def read(path: Path) -> str:
 
 def machine_checks(root: Path = Path("/")) -> Iterator[Check]:
     yield from _processor(parse_cpuinfo(read(root / "proc/cpuinfo")))
-    yield from _memory(parse_meminfo(read(root / "proc/meminfo")))
+    limit = read(root / "sys/fs/cgroup/memory.max")
+    found = parse_meminfo(read(root / "proc/meminfo"))
+    yield memory_check(found, int(limit) if limit.isdecimal() else None)
     yield _shared_memory(root / "dev/shm")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -110,22 +112,24 @@ def processor_check(cpu: Processor) -> Check:
     return ok(SECTION, "processor", f"{cpu.name}, {vector}", told)
 
 
-def _memory(found: dict[str, int]) -> Iterator[Check]:
+def memory_check(found: dict[str, int], limit: int | None = None) -> Check:
+    """limit: of this process's cgroup, in bytes."""
     total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
     if not total:
-        yield missing(SECTION, "memory", "the system does not say how much it has")
-        return
+        return missing(SECTION, "memory", "the system does not say how much it has")
     text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    if limit is not None and limit < total:
+        text += f", of which this container may use {limit / 1e9:.1f} GB"
+        free = min(free, limit)
     if free < 2e9:
-        yield warning(
+        return warning(
             SECTION,
             "memory",
             text,
             "a rank of the smallest model takes 0.3 GB",
-            "end what else runs",
+            "end what else runs, or raise the container's limit",
         )
-    else:
-        yield ok(SECTION, "memory", text)
+    return ok(SECTION, "memory", text)
 
 
 def _shared_memory(path: Path) -> Check:
@@ -151,14 +155,15 @@ def shared_memory_check(free: int, total: int) -> Check:
 
 def limit_checks(files: int, files_hard: int, locked: int, has_rdma: bool) -> Iterator[Check]:
     """Of this process: open files (soft, hard), bytes of locked memory."""
-    if files < LEAST_FILES:
+    if files != UNLIMITED and files < LEAST_FILES:
         yield warning(
             SECTION,
             "open files",
             str(files),
             "a rank holds one for each peer and client",
-            f"ulimit -n {min(files_hard, 65536) if files_hard > 0 else 65536} before the start"
-            if files_hard < 0 or files_hard >= LEAST_FILES
+            f"ulimit -n {65536 if files_hard == UNLIMITED else min(files_hard, 65536)} before"
+            " the start"
+            if files_hard == UNLIMITED or files_hard >= LEAST_FILES
             else "raise nofile in limits.conf or the unit's LimitNOFILE",
         )
     else:
