@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from launch.cluster.hosts import Host
 
 LOOK_SECONDS = 0.25
+MISSED_SECONDS = 1.0  # after the end of an ssh, for what it still delivered
 MORE_REASONS = 1.5  # after the first failure: what others have to say
 NOW_SECONDS = 8.0  # after a second Ctrl-C
 INTERRUPTED = 130
@@ -72,6 +73,7 @@ class HostsWatch:
         self._logs: dict[str, list[str]] = {host.name: [] for host in hosts}
         self._ended: dict[str, int] = {}
         self._cut: list[str] = []
+        self._missed: dict[str, float] = {}
         self._ready = False
 
     def run(self) -> int:
@@ -125,6 +127,16 @@ class HostsWatch:
             self._take(*self._news.get(timeout=LOOK_SECONDS))
             while True:
                 self._take(*self._news.get_nowait())
+        self._miss()
+
+    def _miss(self) -> None:
+        """An ssh that has ended although something holds its pipes: nobody will say so."""
+        now = time.monotonic()
+        for host in self._hosts:
+            if host.process.poll() is None or host.name in (*self._ended, *self._cut):
+                continue
+            if now - self._missed.setdefault(host.name, now) > MISSED_SECONDS:
+                self._cut.append(host.name)
 
     def _take(self, host: Host, said: dict[str, Any]) -> None:
         kind = said["kind"]
@@ -141,7 +153,7 @@ class HostsWatch:
                 say(f"{host.name}: {text.removeprefix(PREFIX)}")
         elif kind == remote.END:
             self._ended[host.name] = said["code"]
-        elif kind == "gone" and host.name not in self._ended:
+        elif kind == "gone" and host.name not in (*self._ended, *self._cut):
             self._cut.append(host.name)
 
     def _write(self, name: str, text: str) -> None:
@@ -159,11 +171,10 @@ class HostsWatch:
         for lines in self._logs.values():
             deaths |= deaths_in_table(lines)
         cause = self._progress.first_cause(deaths)
-        if self._cut and (cause is None or self._progress.named_first is None):
-            for name in self._cut:
-                host = next(h for h in self._hosts if h.name == name)
-                said = [line for line in host.complaints if line.strip()]
-                say(f"host {name}: the line to it was cut: {said[-1] if said else 'no word why'}")
+        for name in self._cut:  # with it went its ranks, whatever they are said to have died of
+            host = next(h for h in self._hosts if h.name == name)
+            said = [line for line in host.complaints if line.strip()]
+            say(f"host {name}: the line to it was cut: {said[-1] if said else 'no word why'}")
         if cause is not None:
             name = self._host_name(cause)
             tell_cause(cause, self._folder / f"host-{name}.log")

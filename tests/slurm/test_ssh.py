@@ -171,3 +171,13 @@ def test_a_killed_launcher_leaves_nobody(start):
     pids = [rank["pid"] for rank in health(terminal.url())["ranks"]]
     terminal.process.kill()
     wait_until_gone(pids)
+
+
+def test_a_line_that_is_cut_ends_all_hosts(start):
+    terminal = start(TINY, "--port", "0")
+    pids = [rank["pid"] for rank in health(terminal.url())["ranks"]]
+    lines = psutil.Process(terminal.process.pid).children()
+    next(x for x in lines if "localhost" in x.cmdline()).kill()
+    assert terminal.end() in (1, 3)
+    assert "host localhost: the line to it was cut" in terminal.text
+    wait_until_gone(pids)
