@@ -89,6 +89,8 @@ class Run:
 
     @property
     def gpus_are(self) -> str:
+        if self.peer.ours and not self.peer.info:
+            return "ranks"
         return "CPU ranks" if self.peer.info.get("device") == "cpu" else "GPUs"
 
     def warm_up(self, load: Load) -> None:
@@ -274,6 +276,8 @@ def caveats(
         said.append(
             "the server computes on CPUs: 'a GPU' here is a rank, which is a process on the CPU"
         )
+    if report["gpus_are"] == "ranks":
+        said.append("what the ranks compute on is not known: /debug/state wants --admin-key")
     dispatch = (peer.health or {}).get("dispatch") or {}
     for phase in ("prefill", "decode"):
         part = dispatch.get(phase)
