@@ -1,0 +1,231 @@
+"""An EAGLE head's arithmetic (Li et al. 2024, the first version): a decoder layer or more over the
+target's features, autoregressive in features; weights under their published names.
+
+For position i with the known next token t_{i+1}: x = fc([embedding of t_{i+1}, h_i]); Llama layers
+over it, the first of which has no norm before its attention; what comes out is a guess at h_{i+1},
+and the target's own head makes tokens of it. Fed back, it drafts further.
+
+Published names, with or without "model." in front: `fc.weight`, `fc.bias`, `embed_tokens.weight`
+(else the target's), `layers.{i}.self_attn.{q,k,v,o}_proj.weight`,
+`layers.{i}.mlp.{gate,up,down}_proj.weight`, `layers.{i}.post_attention_layernorm.weight`,
+`layers.{i}.input_layernorm.weight` (i > 0). EAGLE-3 heads (three features, `midlayer`, a vocabulary
+of their own) are refused by name.
+
+Knows: one sequence's rows and keys at a time. Knows nothing of requests (`eagle_drafter`).
+
+Shape letters: m rows, P past positions, D hidden, F feed-forward, H heads, G key heads, d of a
+head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from moeserve.errors import ConfigError
+from moeserve.speculate.head_file import HeadFile
+
+PREFIXES = ("model.",)
+Past = tuple[Tensor, Tensor]  # keys, values [P, G, d] of a layer, keys rotated
+
+
+@dataclass(frozen=True)
+class EagleLayer:
+    input_norm: Tensor | None  # [D]
+    q: Tensor  # [H * d, D]
+    k: Tensor  # [G * d, D]
+    v: Tensor
+    o: Tensor  # [D, H * d]
+    post_norm: Tensor  # [D]
+    gate: Tensor  # [F, D]
+    up: Tensor
+    down: Tensor  # [D, F]
+
+
+@dataclass(frozen=True)
+class EagleHead:
+    """embed None: the target's."""
+
+    fc: Tensor  # [D, 2 D]
+    fc_bias: Tensor | None
+    embed: Tensor | None  # [V, D]
+    layers: tuple[EagleLayer, ...]
+    num_heads: int
+    head_dim: int
+    rope_theta: float
+    eps: float
+
+    @property
+    def nbytes(self) -> int:
+        own = [x for x in (self.fc, self.fc_bias, self.embed) if x is not None]
+        parts = [x for layer in self.layers for x in vars(layer).values() if x is not None]
+        return sum(x.nbytes for x in [*own, *parts])
+
+    def no_past(self) -> list[Past]:
+        """Of a sequence that begins."""
+        groups = self.layers[0].k.shape[0] // self.head_dim
+        empty = self.fc.new_zeros(0, groups, self.head_dim)
+        return [(empty, empty) for _ in self.layers]
+
+
+def load_eagle(file: HeadFile, hidden_size: int, vocab_size: int) -> EagleHead:
+    """ConfigError if names, shapes or the kind are not those of an EAGLE head for such a target."""
+    if any(file.has(name) for name in ("midlayer.hidden_norm.weight", "d2t", "t2d")):
+        raise ConfigError([f"{file.where}: an EAGLE-3 head; valid are heads of EAGLE 1 and 2"])
+    size = hidden_size
+    heads = int(file.number("num_attention_heads"))
+    groups = int(file.number("num_key_value_heads", heads))
+    dim = int(file.number("head_dim", size // max(heads, 1)))
+    wide = int(file.number("intermediate_size"))
+    num = int(file.number("num_hidden_layers", 1))
+    if file.number("hidden_size", size) != size:
+        file.problems.append(
+            f"{file.where}: config.json hidden_size={file.config['hidden_size']}, the target's "
+            f"is {size}"
+        )
+    if file.config.get("rope_scaling"):
+        file.problems.append(f"{file.where}: config.json rope_scaling is not supported")
+    if groups < 1 or heads % groups:
+        file.problems.append(
+            f"{file.where}: num_key_value_heads={groups} must divide num_attention_heads={heads}"
+        )
+    layers = []
+    for i in range(num):
+        at = f"layers.{i}"
+        layers.append(
+            EagleLayer(
+                file.take(f"{at}.input_layernorm.weight", size)
+                if i or file.has(f"{at}.input_layernorm.weight")
+                else None,
+                file.take(f"{at}.self_attn.q_proj.weight", heads * dim, size),
+                file.take(f"{at}.self_attn.k_proj.weight", groups * dim, size),
+                file.take(f"{at}.self_attn.v_proj.weight", groups * dim, size),
+                file.take(f"{at}.self_attn.o_proj.weight", size, heads * dim),
+                file.take(f"{at}.post_attention_layernorm.weight", size),
+                file.take(f"{at}.mlp.gate_proj.weight", wide, size),
+                file.take(f"{at}.mlp.up_proj.weight", wide, size),
+                file.take(f"{at}.mlp.down_proj.weight", size, wide),
+            )
+        )
+    made = EagleHead(
+        fc=file.take("fc.weight", size, 2 * size),
+        fc_bias=file.take("fc.bias", size) if file.has("fc.bias") else None,
+        embed=file.take("embed_tokens.weight", vocab_size, size)
+        if file.has("embed_tokens.weight")
+        else None,
+        layers=tuple(layers),
+        num_heads=heads,
+        head_dim=dim,
+        rope_theta=float(file.number("rope_theta", 10000.0)),
+        eps=float(file.number("rms_norm_eps", 1e-6)),
+    )
+    file.done()
+    return made
+
+
+def read_eagle(folder: str | Path, hidden_size: int, vocab_size: int) -> EagleHead:
+    return load_eagle(HeadFile.read(folder, PREFIXES), hidden_size, vocab_size)
+
+
+def eagle_forward(
+    head: EagleHead,
+    embedded: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    past: Seq[Past],
+    mask: Tensor,
+) -> tuple[Tensor, list[Past]]:
+    """embedded, hidden [m, D]: of the next token of each row, and the row's feature; positions [m];
+    mask [m, P + m]: what each row attends to, itself included -> features [m, D] and each layer's
+    keys and values with these rows behind the past."""
+    x = linear(torch.cat([embedded, hidden], -1).to(head.fc.dtype), head.fc, head.fc_bias)
+    cos, sin = _angles(head, positions)
+    grown: list[Past] = []
+    for layer, (old_keys, old_values) in zip(head.layers, past, strict=True):
+        m, dim = len(x), head.head_dim
+        y = x if layer.input_norm is None else _norm(x, layer.input_norm, head.eps)
+        q = _rotate(linear(y, layer.q).view(m, -1, dim), cos, sin)
+        keys = torch.cat([old_keys, _rotate(linear(y, layer.k).view(m, -1, dim), cos, sin)])
+        values = torch.cat([old_values, linear(y, layer.v).view(m, -1, dim)])
+        grown.append((keys, values))
+        repeats = head.num_heads // keys.shape[1]
+        k, v = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        scores = torch.einsum("mhd,phd->hmp", q.float(), k.float()) * dim**-0.5
+        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+        attended = torch.einsum("hmp,phd->mhd", weights, v.float()).to(x.dtype).reshape(m, -1)
+        x = x + linear(attended, layer.o)
+        y = _norm(x, layer.post_norm, head.eps)
+        x = x + linear(silu(linear(y, layer.gate)) * linear(y, layer.up), layer.down)
+    return x, grown
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * weight.float()).to(x.dtype)
+
+
+def _angles(head: EagleHead, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """[m, 1, d] each: Llama's, the two halves of a head turned together."""
+    half = torch.arange(0, head.head_dim, 2, dtype=torch.float32, device=positions.device)
+    angle = positions.float()[:, None] / head.rope_theta ** (half / head.head_dim)
+    both = torch.cat([angle, angle], -1)[:, None]
+    return both.cos(), both.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def eagle_slowly(head: EagleHead, embedded: Tensor, hidden: Tensor) -> Tensor:
+    """The twin: a whole sequence from position 0, row by row and head by head, in fp32, without a
+    cache -> features [m, D]."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean() + head.eps) * weight.float()
+
+    def turn(x: Tensor, position: int) -> Tensor:
+        half, out = len(x) // 2, x.clone()
+        for i in range(half):
+            angle = torch.tensor(position / head.rope_theta ** (2 * i / len(x)))
+            out[i] = x[i] * angle.cos() - x[half + i] * angle.sin()
+            out[half + i] = x[half + i] * angle.cos() + x[i] * angle.sin()
+        return out
+
+    bias = 0.0 if head.fc_bias is None else head.fc_bias.float()
+    rows = [
+        head.fc.float() @ torch.cat([e.float(), h.float()]) + bias
+        for e, h in zip(embedded, hidden, strict=True)
+    ]
+    dim = head.head_dim
+    for layer in head.layers:
+        keys: list[list[Tensor]] = []
+        values: list[list[Tensor]] = []
+        out = []
+        for position, x in enumerate(rows):
+            y = x if layer.input_norm is None else norm(x, layer.input_norm)
+            keys.append([turn(k, position) for k in torch.split(layer.k.float() @ y, dim)])
+            values.append(list(torch.split(layer.v.float() @ y, dim)))
+            parts = []
+            for h, q in enumerate(torch.split(layer.q.float() @ y, dim)):
+                group = h * len(keys[0]) // head.num_heads
+                q = turn(q, position)
+                scores = torch.stack([q @ k[group] for k in keys]) * dim**-0.5
+                chances = torch.exp(scores - scores.max())
+                parts.append(
+                    sum(c * v[group] for c, v in zip(chances / chances.sum(), values, strict=True))
+                )
+            x = x + layer.o.float() @ torch.cat([torch.as_tensor(p) for p in parts])
+            y = norm(x, layer.post_norm)
+            gate = layer.gate.float() @ y
+            out.append(
+                x + layer.down.float() @ (gate * torch.sigmoid(gate) * (layer.up.float() @ y))
+            )
+        rows = out
+    return torch.stack(rows)
