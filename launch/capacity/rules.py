@@ -197,7 +197,8 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
         "max_tokens": d.step_tokens,
     }
     if d.dispatch == "deepep_ll":
-        said, near = deepep.ll_problems(**common, qp_depth=None), _ll_batch(d)
+        said = deepep.ll_problems(**common, qp_depth=None)
+        near = _ll_batch(d) + _near("gpus", d.gpus, deepep.RANKS_PER_NODE)
     elif d.dispatch == "deepep_v2":
         said = deepep_v2_limits.problems(
             deepep_v2_limits.ELASTIC,
@@ -215,8 +216,14 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
     for text in said:
         if text.startswith("decode needs"):
             text += f": {d.sequences} x (1 + {d.drafts}) = {d.decode_tokens}"
-        of_size = text.startswith(("max_tokens", "decode needs")) or " ranks: " in text
-        yield Violation(d.dispatch, text, near if of_size else ())
+        yield Violation(d.dispatch, text, tuple(n for n in near if n[0] in _about(text)))
+
+
+def _about(text: str) -> tuple[str, ...]:
+    """Fields that help: other GPUs do not help against a batch, nor the reverse."""
+    if text.startswith(("max_tokens", "decode needs")):
+        return ("sequences", "tokens")
+    return ("gpus",) if " ranks: " in text else ()
 
 
 def _ll_batch(d: Deployment) -> tuple[tuple[str, int], ...]:
