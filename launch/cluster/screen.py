@@ -46,10 +46,8 @@ def describe(node: NodeView) -> str:
     """weights: 45 % of 1.2 GB, 310 MB/s"""
     words = _WORDS[node.stage]
     if node.stage == WEIGHTS and node.total:
-        return (
-            f"{words}: {100 * node.done // node.total} % of {_size(node.total)}, "
-            f"{node.rate / 1e6:.0f} MB/s"
-        )
+        rate = f", {node.rate / 1e6:.0f} MB/s" if node.rate else ""
+        return f"{words}: {100 * node.done // node.total} % of {_size(node.total)}{rate}"
     if node.stage in (READY, SERVING) and node.total:
         return f"{words} ({_size(node.total)} of weights at {node.rate / 1e6:.0f} MB/s)"
     return words
@@ -122,10 +120,11 @@ class TableScreen:
         self._live.start()
 
     def show(self, headline: str, nodes: Sequence[NodeView]) -> None:
+        from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        table = Table(title=headline, title_justify="left", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         for title in ("node", "ranks", "stage", ""):
             table.add_column(title)
         order = list(_WORDS)
@@ -138,7 +137,7 @@ class TableScreen:
             table.add_row(node.host, ranks_in_words(node.ranks)[5:].strip(), describe(node), bar)
         if len(nodes) > len(slowest):
             table.add_row(f"and {len(nodes) - len(slowest)} more", "", "", "")
-        self._live.update(table)
+        self._live.update(Group(headline, table))
 
     def close(self) -> None:
         self._live.stop()
