@@ -1,0 +1,236 @@
+"""MtpDrafter: a DeepSeek checkpoint's own drafter, the multi-token-prediction layer.
+
+For a position i with hidden state h_i (after the final norm) and the known token t_{i+1} the layer
+predicts t_{i+2}. Round 0 runs the rows of the step whose tokens are certain, all at once, and so
+writes the layer's latents into the same paged cache as the target's (a cache layer of its own, slot
+of position i); further rounds run one row a sequence, fed with the hidden state after the head's
+norm and the token just drafted. Those rows write behind the sequence's end; the next step's rows
+overwrite them, so nothing needs to be undone.
+
+Collective: the layer is an MoE layer. A step of depth d is d rounds on every rank, of no rows where
+a rank has none. What fails on one rank alone ends its drafts, not its rounds (`failure`).
+
+A pause (steps of depth 0) leaves positions without latents, and their hidden states are gone. The
+sequence then goes on as one that began in the block of the pause's end, which changes no relative
+position; what of that block was never written is zeroed. Blocks from the prefix cache are taken as
+they are: the last latent of a shared block was made with another sequence's next token, which may
+change a draft and never an output.
+
+Several MTP layers: the first one is fed back, as with one. Needs blocks up to the position
+len(tokens) - 2 + depth of each ask.
+
+Shape letters: T rows, S sequences, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.interface import CausalLM, ForwardBatch, PagedKVCache
+from moeserve.continuation import Continuation
+from moeserve.draw import Doubles
+from moeserve.errors import one_line
+from moeserve.sequence import Sequence
+from moeserve.speculate.drafter import DraftAsk, choose_drafts
+from moeserve.speculate.tree import DraftTree, chain
+from moeserve.speculate.verify import Rule
+
+
+@dataclass
+class _Known:
+    """base: where the sequence begins for the layer, on a block's edge; end: of its rows."""
+
+    base: int
+    end: int
+
+
+@dataclass
+class _Rows:
+    """Rows of one round: for each sequence its first position, tokens that follow, base, blocks."""
+
+    asks: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    following: list[list[int]] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    wanted: list[bool] = field(default_factory=list)  # the logits of its last row
+
+
+class MtpDrafter:
+    """layer: of the cache, where the MTP layer's latents lie (`PagedKVCache.layers` index)."""
+
+    name = "mtp"
+    collective = True
+    wants_hidden = True
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedKVCache,
+        layer: int,
+        hidden_size: int,
+        max_depth: int = 8,
+        rule: Rule = Rule.SAME,
+    ) -> None:
+        self._model, self._cache, self._rule = model, cache, rule
+        self._pages = cache.layers[layer]
+        self._no_rows = self._pages.new_zeros(0, hidden_size)
+        self.max_depth = self.max_nodes = max_depth
+        self.failure: str | None = None  # of the last propose: why this rank drafted nothing
+        self._known: dict[str, _Known] = {}
+
+    @torch.inference_mode()
+    def propose(
+        self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
+    ) -> list[DraftTree]:
+        """See Drafter: chains. max_tokens: the caller has told the dispatcher."""
+        depth = min(depth, self.max_depth)
+        self.failure = None
+        tokens: list[list[int]] = [[] for _ in asks]
+        probs: list[list[Doubles]] = [[] for _ in asks]
+        rows, hidden = self._first(asks) if depth > 0 else (_Rows(), self._no_rows)
+        for number in range(depth):
+            batch = self._batch(rows)
+            following = batch.token_ids
+            out = self._model.draft(batch, hidden, following, self._cache)
+            going = [i for i, wanted in zip(rows.asks, rows.wanted, strict=True) if wanted]
+            last = out.hidden[batch.logits_rows]
+            keep: list[int] = []
+            try:
+                keep = self._choose(asks, going, out.logits, tokens, probs, number)
+            except Exception as error:  # peers are in the next round: so must this rank be
+                self.failure = one_line(error)
+            hidden = last[keep] if keep else self._no_rows.to(last.dtype)
+            rows = self._next(asks, [going[j] for j in keep], tokens, number)
+        if self.failure is not None:
+            return [DraftTree()] * len(asks)
+        return [chain(t, q or None) for t, q in zip(tokens, probs, strict=True)]
+
+    def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
+        """Nothing to undo: rows of drafts are behind the end."""
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._known.pop(request_id, None)
+
+    def memory_bytes(self) -> int:
+        """Its weights and pages are counted with the model's."""
+        return 0
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _choose(
+        self,
+        asks: Seq[DraftAsk],
+        going: Seq[int],
+        logits: Tensor,
+        tokens: list[list[int]],
+        probs: list[list[Doubles]],
+        number: int,
+    ) -> list[int]:
+        """Append a draft to each of `going` -> the indices of those that draft on."""
+        if not going:
+            return []
+        after = [Continuation(asks[i].sequence, tuple(tokens[i])) for i in going]
+        found, dists = choose_drafts(logits, after, self._rule)
+        keep = []
+        for j, (i, token, q) in enumerate(zip(going, found, dists, strict=True)):
+            if token is None:
+                continue
+            tokens[i].append(token)
+            if q is not None:
+                probs[i].append(q)
+            if number + 1 < asks[i].most and token not in asks[i].sequence.stop_ids:
+                keep.append(j)
+        return keep
+
+    def _first(self, asks: Seq[DraftAsk]) -> tuple[_Rows, Tensor]:
+        """Round 0: what the step has computed."""
+        rows, parts = _Rows(), [self._no_rows]
+        for i, ask in enumerate(asks):
+            if ask.hidden is None or not len(ask.hidden):
+                continue
+            end = ask.first + len(ask.hidden)
+            self._follow(ask, end)
+            parts.append(ask.hidden.to(self._no_rows.dtype))
+            following = ask.sequence.tokens[ask.first + 1 : end + 1]
+            assert len(following) == len(ask.hidden), "the token after a row is not known"
+            self._add(rows, i, ask, ask.first, following, ask.most > 0)
+        return rows, torch.cat(parts)
+
+    def _follow(self, ask: DraftAsk, end: int) -> None:
+        known = self._known.get(ask.sequence.request_id)
+        if known is None:
+            known = self._known[ask.sequence.request_id] = _Known(0, end)
+        elif ask.first > known.end:  # after a pause
+            size = self._cache.block_size
+            known.base = ask.first // size * size
+            lease = ask.sequence.lease
+            assert lease is not None
+            block = lease.table.ids[ask.first // size]
+            self._pages[block, : ask.first - known.base] = 0
+        elif ask.first < known.base:
+            known.base = 0
+        known.end = end
+
+    def _next(
+        self, asks: Seq[DraftAsk], going: Seq[int], tokens: list[list[int]], number: int
+    ) -> _Rows:
+        rows = _Rows()
+        for i in going:
+            known = self._known[asks[i].sequence.request_id]
+            self._add(rows, i, asks[i], known.end + number, tokens[i][-1:], True)
+        return rows
+
+    def _add(
+        self, rows: _Rows, i: int, ask: DraftAsk, first: int, following: list[int], wanted: bool
+    ) -> None:
+        lease = ask.sequence.lease
+        assert lease is not None, "a sequence without blocks is asked for drafts"
+        base = self._known[ask.sequence.request_id].base
+        rows.asks.append(i)
+        rows.firsts.append(first)
+        rows.following.append(following)
+        rows.bases.append(base)
+        rows.blocks.append(lease.table.ids[base // self._cache.block_size :])
+        rows.wanted.append(wanted)
+
+    def _batch(self, rows: _Rows) -> ForwardBatch:
+        device, size = self._pages.device, self._cache.block_size
+        counts = [len(x) for x in rows.following]
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for first, count, base, blocks in zip(
+            rows.firsts, counts, rows.bases, rows.blocks, strict=True
+        ):
+            places = range(first - base, first - base + count)
+            positions += places
+            slots += [blocks[p // size] * size + p % size for p in places]
+            starts.append(starts[-1] + count)
+        context = [f - b + c for f, b, c in zip(rows.firsts, rows.bases, counts, strict=True)]
+        width = max((-(-c // size) for c in context), default=0)
+        tables = [(x + [-1] * width)[:width] for x in rows.blocks]
+        last = [end - 1 for end, wanted in zip(starts[1:], rows.wanted, strict=True) if wanted]
+
+        def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return ForwardBatch(
+            token_ids=tensor([t for x in rows.following for t in x]),
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
+            query_start=tensor(starts, torch.int32),
+            context_len=tensor(context, torch.int32),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(
+                len(tables), width
+            ),
+            logits_rows=tensor(last),
+            max_query_len=max(counts, default=0),
+            max_context_len=max(context, default=0),
+        )
