@@ -119,6 +119,12 @@ class RankEnv:
             raise ConfigError(problems)
         own = {k: int(v) for k in (THREADS, SUPERVISOR) if (v := environ.get(k, "")).isdecimal()}
         ours = SUPERVISOR in own
+        seen_together = (
+            ours
+            or size == local_size
+            or environ.get(ONE_TERMINAL) == "1"
+            or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # srun gathers what its tasks print
+        )
         return cls(
             rank=rank,
             size=size,
@@ -132,7 +138,7 @@ class RankEnv:
             supervisor=own.get(SUPERVISOR),
             launcher=Launcher.OURS if ours else Launcher.TORCHRUN,
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            one_terminal=ours or size == local_size or environ.get(ONE_TERMINAL) == "1",
+            one_terminal=seen_together,
             local_size_given="LOCAL_WORLD_SIZE" in environ,
             restarts=json.loads(environ[RESTARTS]) if ours and RESTARTS in environ else None,
         )

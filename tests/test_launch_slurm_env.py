@@ -167,7 +167,9 @@ def test_torchrun_within_srun_wins():
     env = RankEnv.read(TASK | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | torchrun)
     assert env is not None
     assert (env.rank, env.size, env.local_size, env.launcher) == (3, 4, 2, Launcher.TORCHRUN)
-    assert env.agent_store and not env.hosts_store and not env.one_terminal
+    assert env.agent_store and not env.hosts_store and env.one_terminal
+    alone = RankEnv.read(torchrun)
+    assert alone is not None and not alone.one_terminal
 
 
 @pytest.mark.parametrize(
