@@ -81,7 +81,6 @@ def measure(
     """Microseconds of a step by part, medians; "all" is the median of the steps' sums."""
     engine = filled(count, sampling, options.steps, options.vocab)
     scheduler, runner = engine.scheduler, engine.runner
-    tables = runner.tables.matrix
     logits = torch.randn(count, options.vocab)
     clock = Clock()
     for number in range(WARM_UP + options.steps):
@@ -89,7 +88,7 @@ def measure(
             clock = Clock()
         plan = clock.time("schedule", scheduler.schedule)
         assert len(plan.sampled) == count, "all sequences decode in each step"
-        batch = clock.time("batch", build_batch, plan, tables, BLOCK_SIZE, None)
+        batch = clock.time("batch", build_batch, plan, runner.tables.matrix, BLOCK_SIZE, None)
         clock.time("vote", vote, engine, plan)
         with torch.inference_mode():
             result = clock.time("sample", runner.choose, plan, batch, logits)
