@@ -53,8 +53,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def paced_server(options: argparse.Namespace) -> Iterator[None]:
-    """Our front end over a rank that takes so many ms for every step and computes nothing."""
-    from moeserve.server.rehearsal import FakeRank, Rehearsal
+    """Our front end over a rank that takes so many ms for every step and computes nothing. It says
+    "the the the ...": each token has a text, which tools wait for."""
+    from moeserve.server.rehearsal import FakeRank, Rehearsal, say
+    from moeserve.tokenizer import Tokenizer
+
+    word = Tokenizer(options.tokenizer).encode(" the", add_special_tokens=False)[-1]
 
     class PacedRank(FakeRank):
         def _step(self) -> list[Any]:
@@ -62,7 +66,9 @@ def paced_server(options: argparse.Namespace) -> Iterator[None]:
             return super()._step()
 
     server = Rehearsal(options.tokenizer.resolve(), max_model_len=2048)
-    server._make_rank = lambda rank, address: PacedRank(rank, 1, address, max_model_len=2048)  # type: ignore[method-assign]
+    server._make_rank = lambda rank, address: PacedRank(  # type: ignore[method-assign]
+        rank, 1, address, script=say(*[word] * 2048), max_model_len=2048
+    )
     with server:
         options.url = server.url
         yield

@@ -33,6 +33,7 @@ from launch.bench.serve_figures import (
 )
 from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Lengths, Load, SharedPrefix, Turn, arrival_times
+from launch.bench.serve_peer import Snapshot, acceptance, parse_samples, step_breakdown
 from launch.bench.serve_prompts import WORDS, Pool, PromptMaker
 from launch.bench.serve_run import FORMAT
 from launch.bench.serve_trace import read_trace, write_trace
@@ -275,6 +276,27 @@ def test_a_generator_that_is_late_or_busy_says_so() -> None:
     calls[3].due = calls[3].sent - 0.5
     told = generator(calls, [0.0001] * 50, 0.1, 1)
     assert told["was_limit"] and "500 ms after its time" in told["why"]
+
+
+def test_what_metrics_say_is_what_they_grew_by() -> None:
+    text = """# HELP moeserve_steps_total Steps
+moeserve_steps_total{rank="0"} %d.0
+moeserve_steps_total{rank="1"} 4.0
+moeserve_step_seconds_total{rank="0"} %g
+moeserve_step_part_seconds_total{part="gate",rank="0"} %g
+moeserve_drafted_tokens_total{rank="0"} %d
+moeserve_accepted_tokens_total{rank="0"} %d
+moeserve_requests_in_flight 3.0
+"""
+    before = Snapshot(parse_samples(text % (4, 1.0, 0.5, 10, 10)))
+    after = Snapshot(parse_samples(text % (14, 1.2, 0.6, 50, 40)))
+    rows = step_breakdown(before, after)
+    assert [x["steps"] for x in rows] == [10, 0]
+    assert rows[0]["step_ms"] == pytest.approx(20) and rows[1]["step_ms"] == 0
+    assert rows[0]["parts_ms"] == {"gate": pytest.approx(10)}
+    assert acceptance(before, after, 0.7)["accepted_share"] == 0.75
+    assert acceptance(before, before, 0.7)["why"] == "nothing was drafted"
+    assert acceptance(Snapshot(), Snapshot(), 0.7)["accepted_share"] is None
 
 
 # ---- compare, sweep -----------------------------------------------------------------------

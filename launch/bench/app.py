@@ -17,6 +17,10 @@ from launch.settings import OFFLINE, Given, with_settings
 from moeserve.errors import ConfigError
 
 WORK, HOW, OUTPUT = "What travels", "How it is measured", "Output"
+DISPATCH_EXAMPLES = (
+    "Examples: `moeserve bench dispatch --emulate` (all backends, without a GPU); "
+    "`moeserve bench dispatch --dispatch torch,allgather --sweep tokens --plot tokens.png`"
+)
 
 
 class _BenchGroup(Group):
@@ -138,7 +142,7 @@ def offline(
     Bench(batch, *lengths, repeat, record_experts, json, trace).run(given)
 
 
-@bench_app.command(cls=Command)
+@bench_app.command(cls=Command, epilog=DISPATCH_EXAMPLES)
 def dispatch(
     trace: Annotated[
         Path | None,
@@ -148,10 +152,9 @@ def dispatch(
         str, typer.Option(metavar="NAME,...", help="Backends, or all", rich_help_panel=WORK)
     ] = "all",
     ep: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             metavar="N",
-            min=1,
             help=r"Ranks [dim]\[default: 2; under torchrun its own; with --sweep ranks 8][/]",
             rich_help_panel=WORK,
         ),
@@ -160,7 +163,7 @@ def dispatch(
         str | None,
         typer.Option(
             metavar="N,...",
-            help=r"Tokens a rank [dim]\[default: 1,8,64,512][/]",
+            help=r"Tokens a rank [dim]\[default: 1,8,64,512; with --emulate 1,8,64][/]",
             rich_help_panel=WORK,
         ),
     ] = None,
@@ -168,20 +171,26 @@ def dispatch(
         str | None,
         typer.Option(
             metavar="N,...",
-            help=r"Values a token [dim]\[default: 7168][/]",
+            help=r"Values a token [dim]\[default: 7168; with --emulate 2048][/]",
             rich_help_panel=WORK,
         ),
     ] = None,
     top_k: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Experts a token", rich_help_panel=WORK)
-    ] = 8,
+        str, typer.Option(metavar="N", help="Experts a token", rich_help_panel=WORK)
+    ] = "8",
     experts: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Experts of the layer", rich_help_panel=WORK)
-    ] = 256,
+        str | None,
+        typer.Option(
+            metavar="N",
+            help=r"Experts of the layer [dim]\[default: 256, or as many as FILE has; with "
+            "--emulate 32][/]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
     redundant: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Copies of hot experts", rich_help_panel=WORK),
-    ] = 0,
+        str,
+        typer.Option(metavar="N", help="Copies of hot experts", rich_help_panel=WORK),
+    ] = "0",
     skew: Annotated[
         str,
         typer.Option(
@@ -204,21 +213,23 @@ def dispatch(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="How results come home: pairs (deterministic), summed",
+            help="How results come home: pairs (deterministic), summed, or auto: pairs where a "
+            "backend can, else summed",
             rich_help_panel=WORK,
         ),
-    ] = "pairs",
+    ] = "auto",
     steps: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Layers that count", rich_help_panel=HOW)
-    ] = 20,
+        str, typer.Option(metavar="N", help="Layers that count", rich_help_panel=HOW)
+    ] = "20",
     warmup: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Layers before them", rich_help_panel=HOW)
-    ] = 3,
+        str, typer.Option(metavar="N", help="Layers before them", rich_help_panel=HOW)
+    ] = "3",
     emulate: Annotated[
         bool,
         typer.Option(
             "--emulate",
-            help="Libraries for GPUs as their emulation: its time says nothing of the library",
+            help="DeepEP and nvshmem as their emulation on CPUs: bytes and limits are the "
+            "library's, times say nothing of it",
             rich_help_panel=HOW,
         ),
     ] = False,
@@ -237,8 +248,8 @@ def dispatch(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Of all that is drawn", rich_help_panel=HOW)
-    ] = 0,
+        str, typer.Option(metavar="N", help="Of all that is drawn", rich_help_panel=HOW)
+    ] = "0",
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -252,8 +263,9 @@ def dispatch(
 ) -> None:
     """Time and bytes of a layer's two all-to-alls, beside a plain exchange of the least bytes.
 
-    Each backend's results are checked against the slow twin before it is timed. Starts its own
-    ranks, or is one under torchrun. Exit code 1: a result is wrong, or nothing could be measured.
+    Each backend's results are checked against the slow twin before it is timed.
+    Starts its own ranks, or is one under torchrun. Exit code 1: a result is wrong,
+    or a backend that was named (of all: every one) could not be measured.
     """
     from launch.bench.dispatch import DispatchBench
     from launch.bench.dispatch_flags import DispatchFlags

@@ -9,8 +9,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from launch.bench.dispatch_picture import COLOURS, FAINT, GRID, INK, PAPER
 from launch.bench.figures import percentile
+from launch.bench.palette import COLOURS, FAINT, GRID, INK, PAPER
 from launch.bench.serve_show import number, parts_of
 
 _PART_COLOURS = {

@@ -265,6 +265,27 @@ def expert_balance(before: Snapshot, after: Snapshot) -> dict[str, Any] | None:
     }
 
 
+def acceptance(before: Snapshot, after: Snapshot, temperature: float) -> dict[str, Any]:
+    """Of drafted tokens the share that was accepted, at the run's temperature; None with the reason
+    where the server counts none (moeserve_drafted_tokens_total, moeserve_accepted_tokens_total)."""
+    drafted = grown(before, after, "drafted_tokens_total")
+    accepted = grown(before, after, "accepted_tokens_total")
+    share, why = None, ""
+    if drafted is None or accepted is None:
+        why = "the server tells nothing of speculation"
+    elif not drafted:
+        why = "nothing was drafted"
+    else:
+        share = accepted / drafted
+    return {
+        "accepted_share": share,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "temperature": temperature,
+        "why": why,
+    }
+
+
 def _grown(before: Snapshot, after: Snapshot, name: str) -> dict[tuple[str, ...], float]:
     old = before.samples.get(name, {})
     return {key: value - old.get(key, 0.0) for key, value in after.samples.get(name, {}).items()}

@@ -18,7 +18,14 @@ from launch.bench.serve_drive import Driven, Tally
 from launch.bench.serve_figures import Limits, figures, generator, over_time, samples
 from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Load
-from launch.bench.serve_peer import Peer, Snapshot, expert_balance, grown, step_breakdown
+from launch.bench.serve_peer import (
+    Peer,
+    Snapshot,
+    acceptance,
+    expert_balance,
+    grown,
+    step_breakdown,
+)
 from launch.bench.serve_progress import LoadProgress
 from launch.bench.serve_prompts import Pool, PromptMaker
 from launch.bench.serve_workers import drive_together
@@ -167,11 +174,7 @@ class Run:
             "steps": step_breakdown(before, after),
             "experts": balance,
             "preemptions": None if preempted is None else int(preempted),
-            "acceptance": {
-                "accepted_share": None,
-                "temperature": self.target.temperature,
-                "why": "the server tells nothing of speculation",
-            },
+            "acceptance": acceptance(before, after, self.target.temperature),
             "generator": generator(calls, driven.lags, driven.cpu_share, driven.workers),
             "client": {"host": platform.node()} | describe_machine(),
             "over_time": over_time(calls),
@@ -292,7 +295,7 @@ def caveats(
     if report["tokens_are"] == "events":
         said.append("not all calls tell usage: an event was counted as one token there")
     if report["acceptance"]["accepted_share"] is None:
-        said.append("no acceptance: the server tells nothing of speculation")
+        said.append(f"no acceptance: {report['acceptance']['why']}")
     if 0 < report["calls"]["good"] < 100:
         said.append("p99 of fewer than a hundred calls is the slowest of them")
     if report["generator"]["was_limit"]:

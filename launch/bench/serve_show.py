@@ -125,6 +125,9 @@ def facts(report: dict[str, Any]) -> list[str]:
             + (f"; busiest rank {ranks:.2f} x the mean one" if ranks else "")
             + ("" if redundant is None else f"; {redundant} redundant experts a layer")
         )
+    if (accepted := report["acceptance"]["accepted_share"]) is not None:
+        heat = report["acceptance"]["temperature"]
+        lines.append(f"acceptance: {accepted:.1%} of drafted tokens at temperature {heat:g}")
     if report["preemptions"]:
         lines.append(f"preemptions: {report['preemptions']} (the KV cache was too small)")
     told = report["generator"]

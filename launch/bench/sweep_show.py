@@ -73,7 +73,7 @@ def draw(report: dict[str, Any]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from launch.bench.dispatch_picture import COLOURS, FAINT, GRID, INK, PAPER
+    from launch.bench.palette import COLOURS, FAINT, GRID, INK, PAPER
 
     figure = Figure(figsize=(9.4, 3.6), dpi=150, facecolor=PAPER, layout="constrained")
     FigureCanvasAgg(figure)
