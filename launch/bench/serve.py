@@ -70,7 +70,7 @@ def need_pictures(flag: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            [f"{flag}: needs matplotlib, which is not installed (pip install matplotlib)"]
+            [f"{flag}: needs matplotlib, which is not installed (the extra `pictures` brings it)"]
         ) from None
 
 
