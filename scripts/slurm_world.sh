@@ -33,9 +33,8 @@ up() {
   install_packages
   mkdir -p "$dir"/{state,log}
   dir=$(cd "$dir" && pwd)
-  [ ! -e "/sys/class/net/$bridge" ] || die "another one is up: the bridge $bridge exists"
-
-  ip link add $bridge type bridge
+  ip link add $bridge type bridge 2>/dev/null || die "another one is up: the bridge $bridge exists"
+  touch "$dir/ours"  # from here on there is something to take down
   ip addr add $net.254/24 dev $bridge
   ip link set $bridge up
   { echo "127.0.0.1 localhost"; echo "$net.254 controller"
@@ -114,6 +113,7 @@ in_node() {
 
 down() {
   local dir=$1 file name i pids=()
+  [ -e "$dir/ours" ] || die "$dir: nothing was started from here"
   export SLURM_CONF=$dir/slurm.conf
   scancel --full --signal=KILL --user=root 2>/dev/null || true
   for file in "$dir"/slurmd.*.pid "$dir"/slurmctld.pid; do

@@ -116,7 +116,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         subprocess.run(["bash", str(WORLD), "up", str(folder), "2"], check=True, timeout=120)
         yield World(folder)
     finally:
-        subprocess.run(["bash", str(WORLD), "down", str(folder)], check=True, timeout=60)
+        subprocess.run(["bash", str(WORLD), "down", str(folder)], timeout=60)
 
 
 @pytest.fixture
