@@ -292,6 +292,11 @@ def caveats(
         said.append(
             "the server is none of ours: steps of ranks, balance of experts, preemptions unknown"
         )
+    if target.token_ids:
+        said.append(
+            "a token counts when it comes, also one without text (return_token_ids); of peers, and "
+            "in other tools, the first text counts"
+        )
     if report["tokens_are"] == "events":
         said.append("not all calls tell usage: an event was counted as one token there")
     if report["acceptance"]["accepted_share"] is None:
