@@ -263,6 +263,16 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
     assert policy.agree([Offer.none(4)] * 2, costs) == before  # nobody decodes
 
 
+def test_before_anything_was_measured_one_token_is_drafted() -> None:
+    policy, costs = AdaptiveDepth(4), CostModel()
+    for step in range(20):
+        reach = reaches([[0.9] * 4])
+        depth = policy.agree([policy.offer(reach, rooms(1), 9)], costs.costs())
+        assert depth == 1 or step > 4
+        costs.add(1 + step % 2, 0.02 + 0.0001 * (step % 2), depth, 0.001 * depth)
+    assert policy.depth > 1
+
+
 def test_a_fixed_depth_is_kept() -> None:
     policy = FixedDepth(3)
     reach = reaches([[0.0] * 5, [0.9] * 5])

@@ -48,9 +48,9 @@ How it plugs into the engine, step by step. n is len(tokens); a decode has n - 1
 6. `runner.ModelRunner`: `forward` gives ForwardOutput back (hidden is wanted), `choose` calls
    `verify.verify(logits[:rows], members, trees, rule)` where it calls `sampler.sample`. New:
    `draft`, asks from the plan (hidden rows start .. start + num_accepted of each decode, all rows
-   of a prefill's chunk, first = start; most = allotted where the sequence goes on, 0 in mid-prefill),
-   then `drafter.propose(asks, depth, max_tokens)` -> sequence.drafts. The dispatcher's step bound
-   that `forward` leaves behind holds for the draft rounds.
+   of a prefill's chunk, first = start; most = allotted where the sequence goes on, else 0), then
+   `drafter.propose(asks, depth, max_tokens)` -> sequence.drafts. The dispatcher's step bound that
+   `forward` leaves behind holds for the draft rounds.
 7. `engine.Engine._run`: forward -> choose -> commit -> draft. The last is called on every
    path that leads out of forward (choosing failed, peers masked, nothing to do) with no asks, where
    agreed depth > 0 and the drafter is collective: law 1. An error inside it is handled like one of

@@ -10,7 +10,8 @@ rate of the last agreement as the worth of time this is Dinkelbach's method for 
 iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
 
 A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
-shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS.
+shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS. It is
+where all begins, until the costs are known.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -113,6 +114,9 @@ class AdaptiveDepth:
         """offers [R], and rank 0's costs -> the depth of the drafts that come next."""
         if not any(offer.rows[0] for offer in offers):
             return self.depth  # nobody decodes: nothing is learned, nothing changes
+        if not costs.is_known:
+            self._move(1)  # learn what a token and a round cost
+            return self.depth
         rates = [rate_at(offers, costs, d) for d in range(self.max_depth + 1)]
         best = max(range(len(rates)), key=lambda d: (rates[d], -d))
         self._since += 1

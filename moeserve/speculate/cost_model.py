@@ -82,6 +82,10 @@ class Costs:
         """num_tokens: the most of any rank."""
         return self.fixed + self.a_token * num_tokens + self.a_round * rounds
 
+    @property
+    def is_known(self) -> bool:
+        return self.fixed + self.a_token > 0
+
     def ratio(self, num_tokens: int = 1) -> float:
         """c of Leviathan's theorem at so many tokens without drafts."""
         whole = self.step(num_tokens, 0)
@@ -104,10 +108,12 @@ class CostModel:
 
     @property
     def is_known(self) -> bool:
-        """Enough to go by."""
         return self._step.num_points >= 5
 
     def costs(self) -> Costs:
+        """Zeros until there is enough to go by."""
+        if not self.is_known:
+            return Costs(0, 0, 0)
         fixed, slope = self._step.line
         share = self._round_share * (fixed + slope)
         a_round = self._round(0.0) if self._round.num_points else share
