@@ -143,7 +143,7 @@ def test_everything_wrong_is_said_at_once(place):
         "host 'b;c'",
         "host 'a'",
         "--ssh '/gone/ssh'",
-        "--ep 5",
+        "--ep 5 (by a flag, --layout or --config)",
         "CHECKPOINT '/gone'",
     ]
 

@@ -125,6 +125,14 @@ def test_a_job_is_known_while_it_runs_and_leaves_nothing(home):
     assert not list(home.iterdir())
 
 
+def test_keys_stand_in_no_record():
+    words = ("serve", "x", "--api-key", "secret", "--admin-key=hidden", "--port", "1")
+    record = record_of_this_process(LOCAL, None, 1, 1, words)
+    assert record.command == (
+        *("serve", "x", "--api-key", "...", "--admin-key=...", "--port", "1"),
+    )
+
+
 def test_what_a_killed_launcher_left_is_removed(home, launcher):
     record = record_of(launcher.pid)
     Registry(home).add(record)

@@ -160,7 +160,7 @@ def test_everything_wrong_is_said_at_once(cluster, tmp_path):
         "--output ",
         "serve: No such option: --colour",
         "serve: No such option: --shape",
-        "--ep 3: this job has 6 ranks",
+        "--ep 3 (by a flag, --layout or --config): this job has 6 ranks",
         "CHECKPOINT '/gone': no such folder",
         "--port 'x'",
     ):
@@ -206,6 +206,16 @@ def test_paths_become_absolute_and_loopback_is_not_silent(monkeypatch):
     assert served.words == (TINY, "--port=0", "--host", "0.0.0.0") and served.listens_anywhere
     chosen = check_served(("serve", TINY, "--host", "127.0.0.1"), 4, [])
     assert chosen is not None and not chosen.listens_anywhere and "0.0.0.0" not in chosen.words
+
+
+def test_ranks_by_a_layout_or_a_file_are_compared_too(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("[parallel]\nep = 8\n")
+    for words, asked in ((("--layout", "prefill-ep32"), 32), (("--config", str(file)), 8)):
+        problems: list[str] = []
+        check_served(("serve", TINY, *words), 4, problems)
+        assert problems[0].startswith(f"--ep {asked} (by") and "has 4 ranks" in problems[0]
+    assert check_served(("serve", TINY, "--config", str(file)), 8, []) is not None
 
 
 def test_sbatchs_own_words_are_told(cluster, tmp_path):

@@ -98,13 +98,24 @@ def record_of_this_process(
         folder=str(folder or jobs_folder(os.environ) / job),
         nodes=nodes,
         num_ranks=num_ranks,
-        command=tuple(command),
+        command=tuple(without_keys(command)),
         host=socket.gethostname(),
         pid=me.pid,
         pid_started=me.create_time(),
         started=time.time(),
         drain_seconds=drain_seconds,
     )
+
+
+def without_keys(words: Sequence[str]) -> list[str]:
+    """The words as others may read them."""
+    shown, hide = [], False
+    for word in words:
+        head, equals, _ = word.partition("=")
+        secret = head in ("--api-key", "--admin-key")
+        shown.append("..." if hide else f"{head}=..." if secret and equals else word)
+        hide = secret and not equals
+    return shown
 
 
 def jobs_folder(environ: Mapping[str, str]) -> Path:

@@ -52,13 +52,14 @@ def check_served(words: Sequence[str], num_ranks: int, problems: list[str]) -> S
         return None
     flags = {section: dict(fields) for section, fields in given.flags.items()}
     if num_ranks:
-        asked = flags.get("parallel", {}).get("ep")
-        if asked is not None and asked != str(num_ranks):
+        asked = _ep_asked(given)
+        if asked is not None and asked != num_ranks:
             problems.append(
-                f"--ep {asked}: this job has {num_ranks} ranks; leave --ep out or give "
-                f"--ep {num_ranks}"
+                f"--ep {asked} (by a flag, --layout or --config): this job has {num_ranks} ranks; "
+                f"leave it out, or start {asked} ranks"
             )
-        flags.setdefault("parallel", {})["ep"] = str(num_ranks)
+        elif asked is None:
+            flags.setdefault("parallel", {})["ep"] = str(num_ranks)
     whole = Given(given.checkpoint, given.config, flags, given.sections)
     try:
         config = whole.resolve(needs_text=True)
@@ -81,6 +82,19 @@ def check_served(words: Sequence[str], num_ranks: int, problems: list[str]) -> S
         server.max_restarts,
         anywhere,
     )
+
+
+def _ep_asked(given: Given) -> int | None:
+    """The number of ranks that a flag, a layout or the file names; None: none of them, or that
+    cannot be read, which is told with the other problems."""
+    from moeserve.config import ServeConfig
+
+    parallel = {"parallel": given.flags.get("parallel", {})}
+    try:
+        section = ServeConfig.load(given.config, parallel).parallel
+    except ConfigError:
+        return None
+    return section.ep if "ep" in section.model_fields_set else None
 
 
 def _parse(words: Sequence[str], problems: list[str]) -> Given | None:

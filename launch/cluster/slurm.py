@@ -10,11 +10,10 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.cluster.jobs import FOLDERS, JOB_FILE, SLURM, JobRecord, Registry
+from launch.cluster.jobs import FOLDERS, JOB_FILE, SLURM, JobRecord, Registry, without_keys
 from launch.cluster.sbatch import SCRIPT, Ask, sbatch_text
 from launch.cluster.served import Served, check_served
 from launch.cluster.slurm_commands import SlurmError, available, partitions, submit
@@ -176,7 +175,7 @@ class SlurmLaunch:
             folder=str(ask.folder),
             nodes=ask.nodes,
             num_ranks=ask.num_ranks,
-            command=("serve", *_without_keys(served.words)),
+            command=("serve", *without_keys(served.words)),
             host="",
             pid=0,
             pid_started=0.0,
@@ -193,14 +192,3 @@ class SlurmLaunch:
             print(job)
             return 0
         return watch_job(record, wait=self.wait, detach=self.detach)
-
-
-def _without_keys(words: Sequence[str]) -> list[str]:
-    """The words as others may read them."""
-    shown, hide = [], False
-    for word in words:
-        head, equals, _ = word.partition("=")
-        secret = head in ("--api-key", "--admin-key")
-        shown.append("..." if hide else f"{head}=..." if secret and equals else word)
-        hide = secret and not equals
-    return shown
