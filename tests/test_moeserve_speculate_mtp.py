@@ -27,7 +27,8 @@ from moeserve.sequence import Sequence
 from moeserve.speculate import mtp
 from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.mtp import MtpDrafter
-from moeserve.speculate.verify import Rule
+from moeserve.speculate.tree import DraftTree
+from moeserve.speculate.verify import Rule, verify
 
 SINGLE = EPGroup.single()
 BLOCK = 4
@@ -177,6 +178,30 @@ def test_after_a_pause_it_goes_on_from_the_pauses_end(model: DeepSeekModel) -> N
     desk.drafter.forget(["a"])  # preempted: computed again from the beginning
     again = desk.drafter.propose([desk.ask(one, 0, 2)], 2)[0]
     assert list(again.tokens) == desk.by_hand(one, 2)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
+def test_the_output_is_that_without_speculation(
+    model: DeepSeekModel, params: dict[str, object]
+) -> None:
+    desk = Desk(model)
+    alone = desk.begin("alone", 7, **params)
+    while alone.num_output_tokens < 14:
+        logits = OfflineRunner(model).step({0: alone.tokens}).logits[0][-1:].clone()
+        alone.append(sample(logits, [alone]).token_ids[0])
+    for k in (1, 4):
+        one = desk.begin(f"k{k}", 7, **params)
+        tree, done = DraftTree(), 0
+        while one.num_output_tokens < 14:
+            logits = OfflineRunner(model).step({0: [*one.tokens, *tree.tokens]}).logits[0]
+            verdict = verify(logits[-tree.num_rows :].clone(), [one], [tree])[0]
+            for token in verdict.tokens:
+                one.append(token)
+            desk.drafter.settle(one, verdict.num_accepted, tree.num_nodes - verdict.num_accepted)
+            tree = desk.drafter.propose([desk.ask(one, done, k)], k)[0]
+            done = one.num_tokens - 1
+            assert tree.num_nodes == k
+        assert one.tokens[7:][:14] == alone.tokens[7:]
 
 
 def test_by_chance_it_tells_what_it_drew_from(model: DeepSeekModel) -> None:
