@@ -17,12 +17,3 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("random") / "random-v3"
     return write_random_checkpoint(folder, family_config("v3", "tiny"), dtype=torch.float32)
-
-
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks go to one worker of a parallel run, one after the other: side by side
-    they would fight for the cores. The rest is spread over all workers, a file at a time."""
-    for item in items:
-        apart = item.get_closest_marker("dist") is not None
-        item.add_marker(pytest.mark.xdist_group("ranks" if apart else item.nodeid.split("::")[0]))
