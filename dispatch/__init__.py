@@ -1,7 +1,8 @@
 """HOW tokens travel to the ranks that hold their experts, and back.
 
 The registry: one line a backend, imported when it is asked for; and the way from a name to a
-dispatcher. Knows names, not transports; what is chosen and why: `dispatch.choice`.
+dispatcher. Knows names, not transports; what is chosen and why: `dispatch.choice`. Importing it
+imports no torch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+from dispatch.names import AUTO, EMULATED, PHASES, Wish, not_emulated
 
-from dispatch.base import DispatchConfig, Dispatcher, DispatchError, Probe
-from dispatch.choice import AUTO, EMULATED, PHASES, Choice, Probes, Wish, choose
+if TYPE_CHECKING:  # names are checked without torch
+    from dispatch.base import DispatchConfig, Dispatcher, Probe
+    from dispatch.choice import Choice, Probes
 
 # name -> (module, class). The order is that in which probes are listed. A backend's emulation has
 # its name and EMULATED: `--emulate` takes it, where there is one; it is no name for users.
@@ -45,7 +47,7 @@ class DispatcherChoice:
         return self.choice.asked
 
     def describe(self) -> str:
-        return "; ".join([self.choice.describe(), *self.dispatcher.notes])
+        return "\n".join([self.choice.describe(), *(f"  {x}" for x in self.dispatcher.notes)])
 
 
 def dispatcher_names() -> list[str]:
@@ -55,7 +57,26 @@ def dispatcher_names() -> list[str]:
 
 def parse_dispatch(text: str, emulate: bool = False) -> Wish:
     """What `--dispatch` says: a name, or `prefill=NAME,decode=NAME`. Raises DispatchError."""
-    return Wish.parse(text, list(_BACKENDS), emulate)
+    problems: list[str] = []
+    wish = read_dispatch(text, problems, emulate)
+    if wish is not None and emulate and (why := nothing_to_emulate(wish)) is not None:
+        problems.append(f"{text} {why}")
+    if problems or wish is None:
+        from dispatch.base import DispatchError
+
+        raise DispatchError("; ".join(problems))
+    return wish
+
+
+def read_dispatch(text: str, problems: list[str], emulate: bool = False) -> Wish | None:
+    """The same, but that problems gets what is wrong. Whether there is anything to emulate is not
+    looked at (`nothing_to_emulate`)."""
+    return Wish.read(text, list(_BACKENDS), problems, emulate)
+
+
+def nothing_to_emulate(wish: Wish) -> str | None:
+    """Why `--emulate` has no use beside this, to be said of its name; None where it has."""
+    return not_emulated(wish, list(_BACKENDS))
 
 
 def emulated_names() -> list[str]:
@@ -65,6 +86,8 @@ def emulated_names() -> list[str]:
 
 def _load(name: str) -> Any:
     if name not in _BACKENDS:
+        from dispatch.base import DispatchError
+
         known = ", ".join([AUTO, *_BACKENDS])
         raise DispatchError(f"dispatcher {name!r}: unknown; valid are {known}")
     module, attribute = _BACKENDS[name]
@@ -74,6 +97,8 @@ def _load(name: str) -> Any:
 def probe_one(name: str, group: Any, config: DispatchConfig) -> Probe:
     """What a backend says of this group. No collective; one that cannot even be imported answers
     with the reason."""
+    from dispatch.base import Probe
+
     try:
         answer: Probe = _load(name).probe(group, config)
         return answer
@@ -96,6 +121,8 @@ def probe_phases(group: Any, configs: Mapping[str, DispatchConfig]) -> Probes:
 def join_probes(everyone: list[dict[str, Probe]]) -> dict[str, Probe]:
     """What each rank says of each backend -> what holds for all: a backend is ok where every rank
     can run it. Where only some refuse, or for different reasons, they are named."""
+    from dispatch.base import Probe
+
     joined = {}
     for name, first in everyone[0].items():
         refusals = {
@@ -124,6 +151,8 @@ def choose_dispatcher(
     """everyone: each rank's `probe_phases`, gathered over the CPU group before any collective of a
     device: so that all take the same or none any. CannotRun (a DispatchError), on every rank alike,
     where a phase has no backend: nothing else is tried in place of a name."""
+    from dispatch.choice import choose
+
     joined = {phase: join_probes([probes[phase] for probes in everyone]) for phase in PHASES}
     return choose(wish, joined, configs, _load)
 
@@ -145,6 +174,8 @@ def create_dispatcher(
 def _gather(group: Any, mine: Probes) -> list[Probes]:
     if group.size == 1:
         return [mine]
+    import torch.distributed as dist
+
     everyone: list[Any] = [None] * group.size
     dist.all_gather_object(everyone, mine, group=group.cpu_group)
     return everyone

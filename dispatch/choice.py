@@ -6,8 +6,7 @@ made for few. Pure but for `Choice.open`. Knows names, probes and phases; no bac
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,23 @@ from dispatch.base import (
 )
 from dispatch.deepep import LL_MAX_TOKENS, ll_token_step
 from dispatch.deepep_buffer import shared_hooks, shared_plan
+from dispatch.names import AUTO as AUTO
+from dispatch.names import EMULATED as EMULATED
+from dispatch.names import PHASES as PHASES
+from dispatch.names import Wish as Wish
 from dispatch.phased import PhasedDispatcher
 
-PHASES = ("prefill", "decode")
-AUTO = "auto"
-EMULATED = "_emulated"  # ends the registry's name of a backend's emulation
 _ORDER = {  # what "auto" takes of those that every rank can run, the best first
-    "prefill": ("local", "deepep_v2", "deepep_normal", "torch"),
-    "decode": ("local", "deepep_ll", "deepep_v2", "nvshmem", "torch"),
+    "prefill": ("local", "deepep_v2", "deepep_normal", "torch", "allgather"),
+    "decode": ("local", "deepep_ll", "deepep_v2", "nvshmem", "torch", "allgather"),
+}
+_MERITS = {  # why "auto" takes it before those behind it
+    "local": "sends nothing",
+    "deepep_v2": "is DeepEP's newer interface, for many tokens and few",
+    "deepep_normal": "is made for many tokens",
+    "deepep_ll": "is made for few tokens",
+    "nvshmem": "writes from GPU to GPU, with fewer steps",
+    "torch": "sends fewer bytes",
 }
 
 Probes = dict[str, dict[str, Probe]]  # by phase and name
@@ -50,60 +58,6 @@ class CannotRun(DispatchError):
             for why, names in by_reason.items()
         )
         super().__init__(f"dispatcher {said}")
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A name for each phase, "auto" included. emulate: of what is named, the emulation on CPUs
-    where there is one; auto finds none."""
-
-    prefill: str = AUTO
-    decode: str = AUTO
-    emulate: bool = False
-
-    @classmethod
-    def parse(cls, text: str, known: Sequence[str], emulate: bool = False) -> Wish:
-        """A name, or `prefill=NAME,decode=NAME`. Raises DispatchError with all that is wrong.
-        known: the registry's names."""
-        names = [name for name in known if not name.endswith(EMULATED)]
-        given: dict[str, str] = {}
-        problems = []
-        for part in text.split(",") if "=" in text else ():
-            phase, _, name = part.partition("=")
-            if phase in PHASES and phase not in given:
-                given[phase] = name
-            else:
-                again = "given twice" if phase in given else "no phase"
-                problems.append(f"{part!r}: {again}; valid is prefill=NAME,decode=NAME")
-        given = given or ({} if problems else dict.fromkeys(PHASES, text))
-        problems += [
-            f"{'' if name == text else repr(name) + ': '}unknown; valid are "
-            f"{', '.join([AUTO, *names])}, or prefill=NAME,decode=NAME{_nearest(name, names)}"
-            for name in dict.fromkeys(given.values())
-            if name not in (AUTO, *names)
-        ]
-        emulations = [name.removesuffix(EMULATED) for name in known if name.endswith(EMULATED)]
-        if emulate and not problems and not set(given.values()) & set(emulations):
-            problems.append(
-                "emulate=True: names no backend that has an emulation; those that have: "
-                + ", ".join(emulations)
-            )
-        if problems:
-            raise DispatchError("; ".join(problems))
-        return cls(given.get("prefill", AUTO), given.get("decode", AUTO), emulate)
-
-    def __str__(self) -> str:
-        if self.prefill == self.decode:
-            return self.prefill
-        return f"prefill={self.prefill},decode={self.decode}"
-
-    def of(self, phase: str) -> str:
-        return self.prefill if phase == "prefill" else self.decode
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; nearest: {close[0]}" if close else ""
 
 
 def step_bounds(
@@ -134,7 +88,7 @@ class PhaseChoice:
 
 @dataclass(frozen=True)
 class Choice:
-    """What all ranks take; refused: name -> why not. Nothing is open yet."""
+    """What all ranks take; refused: name -> why not, of all others. Nothing is open yet."""
 
     asked: str
     prefill: PhaseChoice
@@ -155,6 +109,10 @@ class Choice:
             return shared
         plans = [part.kind.plan(group, part.config) for part in self.parts]
         return BufferPlan(sum(p.held for p in plans), max(p.passing for p in plans))
+
+    def shares(self, group: Any) -> bool:
+        """Whether both phases have one buffer: less than the sum of what each would take."""
+        return shared_plan(group, [(part.kind, part.config) for part in self.parts]) is not None
 
     def open(self, group: Any, **hooks: Any) -> Dispatcher:
         """Collective. hooks go to the backends. DispatchError if one refuses after all, or if the
@@ -177,22 +135,29 @@ class Choice:
             raise
 
     def describe(self) -> str:
-        """One line: what, why, why not the others."""
+        """A line for each phase (one where a dispatcher serves both): what and why; where "auto"
+        chose, an indented line for each reason why not the others."""
         if len(self.parts) == 1:
-            line = f"dispatcher {self._label(self.prefill)}: {self.prefill.reason}"
+            lines = [f"dispatcher {self._label(self.prefill)}: {self.prefill.reason}"]
         else:
-            line = "dispatcher " + "; ".join(
-                f"{phase}={self._label(part)}: {part.reason}"
+            lines = [
+                f"dispatcher {phase}={self._label(part)}: {part.reason}"
                 for phase, part in zip(PHASES, self.parts, strict=True)
-            )
-            line += (
-                f"; decode steps above {self.decode.config.max_tokens_per_rank} tokens as prefill"
-            )
+            ]
+            bound = self.decode.config.max_tokens_per_rank
+            lines[-1] += f"; decode steps above {bound} tokens as prefill"
+        if not self.by_auto:  # nothing was refused in place of a name
+            return "\n".join(lines)
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(name)
-        refused = "; ".join(f"not {', '.join(names)}: {why}" for why, names in by_reason.items())
-        return f"{line} ({refused})" if refused else line
+        lines += [f"  not {', '.join(names)}: {why}" for why, names in by_reason.items()]
+        return "\n".join(lines)
+
+    @property
+    def by_auto(self) -> bool:
+        """Whether "auto" chose for a phase."""
+        return AUTO in self.asked.replace("=", ",").split(",")
 
     @staticmethod
     def _label(part: PhaseChoice) -> str:
@@ -205,7 +170,7 @@ class Choice:
             "prefill": self.prefill.report(),
             "decode": self.decode.report(),
             "refused": self.refused,
-            "wire": self.prefill.config.wire.value,
+            "deterministic": self.prefill.config.deterministic,
         }
 
 
@@ -233,15 +198,18 @@ def choose(
             if clash is not None:
                 refusals[phase][name] = clashes[name] = clash
                 continue
-            chosen[phase] = PhaseChoice(name, kind, configs[phase], said[key].reason, key != name)
+            reason = said[key].reason
+            if asked == AUTO:
+                reason += f" (auto: {_why_best(name, phase, said)})"
+            chosen[phase] = PhaseChoice(name, kind, configs[phase], reason, key != name)
             break
     missing = {phase: refusals[phase] for phase in PHASES if phase not in chosen}
     if missing:
         raise CannotRun(str(wish), missing)
     if chosen["decode"].kind is chosen["prefill"].kind:  # one serves both, of the larger bound
         chosen["decode"] = chosen["prefill"]
-    taken = {part.backend for part in chosen.values()}
-    refused = _refused(probes, taken) | {n: why for n, why in clashes.items() if n not in taken}
+    refused = _refused(probes, wish, chosen)
+    refused |= {name: why for name, why in clashes.items() if name in refused}
     return Choice(str(wish), **chosen, refused=refused)
 
 
@@ -268,17 +236,45 @@ def key_of(name: str, emulate: bool, known: Mapping[str, Any]) -> str:
     return key if emulate and key in known else name
 
 
-def _refused(probes: Probes, taken: set[str]) -> dict[str, str]:
+def _why_best(name: str, phase: str, said: Mapping[str, Probe]) -> str:
+    """Why "auto" takes it for this phase: what it has before others that could run as well."""
+    order = [n for n in _ORDER[phase] if n in said]
+    rivals = [n for n in order[order.index(name) + 1 :] if said[n].ok]
+    if rivals:
+        return f"before {', '.join(rivals)}, for it {_MERITS[name]}"
+    able = [n for n, probe in said.items() if probe.ok and n != name and not n.endswith(EMULATED)]
+    return f"best for {phase}" if able else "no other can run here"
+
+
+def _refused(probes: Probes, wish: Wish, chosen: Mapping[str, PhaseChoice]) -> dict[str, str]:
     """name -> why not, of all that were not taken. Where a backend would do for one phase only, or
     has another reason for each, the phase is named. That emulations cannot run is no news."""
     refused = {}
+    taken = {part.backend for part in chosen.values()}
     for name in probes["prefill"]:
         if name in taken or name.endswith(EMULATED):
             continue
-        phases = [p for p in PHASES if name in _ORDER[p]] or ["prefill"]
-        said = {p: probes[p][name].reason for p in phases if not probes[p][name].ok}
-        if len(set(said.values())) == 1 and len(said) == len(phases):
-            refused[name] = said[phases[0]]
-        elif said:
-            refused[name] = "; ".join(f"for {phase}: {why}" for phase, why in said.items())
+        said = {phase: _why_not(name, phase, probes, wish, chosen) for phase in PHASES}
+        meant = [p for p in PHASES if name in _ORDER[p]] or ["prefill"]
+        able = [p for p in meant if probes[p][name].ok]
+        told = {p: said[p] for p in meant}
+        if able and len(able) < len(meant):  # what it refuses, then who was better
+            told = {p: said[p] for p in (*(p for p in meant if p not in able), *able)}
+        reasons = list(dict.fromkeys(told.values()))
+        refused[name] = (
+            reasons[0]
+            if len(reasons) == 1
+            else "; ".join(f"for {phase}: {why}" for phase, why in told.items())
+        )
     return refused
+
+
+def _why_not(
+    name: str, phase: str, probes: Probes, wish: Wish, chosen: Mapping[str, PhaseChoice]
+) -> str:
+    probe, winner = probes[phase][name], chosen[phase].backend
+    if not probe.ok:
+        return probe.reason
+    if wish.of(phase) != AUTO:
+        return f"could run; {winner} was asked for"
+    return f"could run; {winner} {_MERITS.get(winner, 'was taken')}"

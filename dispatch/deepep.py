@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
+from dispatch.mib import mib
 
 # Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
 LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -86,7 +87,9 @@ def mode_problems(config: DispatchConfig, what_it_does: str) -> list[str]:
     """What speaks against either mode. what_it_does: "sums in bfloat16", say, by itself."""
     found = []
     if config.deterministic:
-        found.append(f"deterministic mode: the library {what_it_does}; use `torch`, or turn it off")
+        found.append(
+            f"deterministic mode: the library {what_it_does}; --no-deterministic allows it"
+        )
     if config.dtype != torch.bfloat16:
         found.append(f"dtype={config.dtype}: must be torch.bfloat16")
     return found
@@ -187,8 +190,8 @@ def ll_problems(
     size = ll_buffer_bytes(max_tokens, hidden, num_experts)
     if size > MAX_BUFFER_BYTES:
         found.append(
-            f"{here}: needs a buffer of {size} bytes ({size / 2**30:.2f} GiB), the library "
-            f"addresses {MAX_BUFFER_BYTES} (32 GiB); at most {largest} tokens"
+            f"{here}: needs a buffer of {mib(size)}, the library addresses "
+            f"{mib(MAX_BUFFER_BYTES)}; at most {largest} tokens"
         )
     if max_tokens > largest:
         found.append("decode needs max_tokens_per_rank = max_num_sequences x (1 + drafts)")
@@ -211,11 +214,11 @@ def wrong_api(library: Any, used: dict[str, set[str]]) -> list[str]:
 def device_problems(size: int) -> list[str]:
     """Device, its free memory against `size` bytes, NVSHMEM: nothing is allocated."""
     if not torch.cuda.is_available():
-        return [f"no CUDA device; the buffer needs {size} bytes of one"]
+        return [f"no CUDA device; the buffer needs {mib(size)} of one"]
     found = []
     free, _ = torch.cuda.mem_get_info()
     if size > free:
-        found.append(f"the buffer needs {size} bytes, {free} are free on the device")
+        found.append(f"the buffer needs {mib(size)}, {mib(free)} are free on the device")
     version = _nvshmem_version()
     if version is not None and version >= _NVSHMEM_HANGS_FROM:
         here, first = (".".join(map(str, v)) for v in (version, _NVSHMEM_HANGS_FROM))

@@ -58,6 +58,7 @@ from dispatch.handles import (
     check_probe,
     check_slots,
 )
+from dispatch.mib import mib
 from ep.group import EPGroup
 
 _SCALES = {
@@ -164,7 +165,7 @@ class LowLatencyDispatcher(Dispatcher):
         return Probe(
             True,
             f"deep_ep {version} low latency, {group.size} ranks, "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}, buffer of {size} bytes",
+            f"max_tokens_per_rank={config.max_tokens_per_rank}, buffer of {mib(size)}",
         )
 
     @staticmethod

@@ -51,6 +51,7 @@ from dispatch.handles import (
     check_rows,
     check_slots,
 )
+from dispatch.mib import mib
 from ep.group import EPGroup
 
 _USED = {
@@ -123,7 +124,7 @@ class NormalDispatcher(Dispatcher):
         size = cls.buffer_need(group, config).size
         if not cls.emulate and (problems := deepep.device_problems(size)):
             return Probe(False, f"deep_ep {version}: " + "; ".join(problems))
-        return Probe(True, f"deep_ep {version} normal, {group.size} ranks, buffers of {size} bytes")
+        return Probe(True, f"deep_ep {version} normal, {group.size} ranks, buffer of {mib(size)}")
 
     @classmethod
     def buffer_need(cls, group: EPGroup, config: DispatchConfig) -> BufferNeed:

@@ -58,6 +58,7 @@ from dispatch.handles import (
     check_rows,
     check_slots,
 )
+from dispatch.mib import mib
 from ep.group import EPGroup
 
 ALIGNMENT = 128  # rows; what grouped matrix products on GPUs want a slot's rows to begin at
@@ -172,7 +173,7 @@ class ElasticDispatcher(Dispatcher):
         return Probe(
             True,
             f"{which}, {group.size} ranks, max_tokens_per_rank={config.max_tokens_per_rank}, "
-            f"buffer of {size} bytes",
+            f"buffer of {mib(size)}",
         )
 
     @classmethod

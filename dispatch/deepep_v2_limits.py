@@ -110,6 +110,8 @@ def load() -> tuple[Any, Api]:
             return library, api
         version = getattr(library, "__version__", "of unknown version")
         reasons.append(f"{name} {version} has neither ElasticBuffer (2.0) nor EPBuffer (2.5)")
+    if reasons == [f"{name} is not installed" for name in packages]:
+        reasons = [", nor ".join([reasons[0], *list(packages)[1:]])]
     raise ImportError("; ".join(reasons))
 
 

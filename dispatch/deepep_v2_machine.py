@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dispatch.base import DispatchConfig
 from dispatch.deepep_v2_limits import Api, buffer_bytes_for, largest_tokens
+from dispatch.mib import mib
 from ep.group import EPGroup
 
 GIN_PROXY = "2"  # NCCL_GIN_TYPE of network access through the host
@@ -27,14 +28,14 @@ def machine_problems(api: Api, group: EPGroup, config: DispatchConfig) -> list[s
     """Device, its memory, NCCL, the network, the compiler: nothing is allocated or connected."""
     size = buffer_bytes_for(api, group, config) + api.workspace
     if not torch.cuda.is_available():
-        return [f"no CUDA device; the buffer needs {size} bytes of one"]
+        return [f"no CUDA device; the buffer needs {mib(size)} of one"]
     found = group_problems(group)
     free, _ = torch.cuda.mem_get_info()
     if size > free:
         most = largest_tokens(api, group, config, free)
         found.append(
-            f"max_tokens_per_rank={config.max_tokens_per_rank}: the buffer needs {size} bytes, "
-            f"{free} are free on the device; at most {most} tokens"
+            f"max_tokens_per_rank={config.max_tokens_per_rank}: the buffer needs {mib(size)}, "
+            f"{mib(free)} are free on the device; at most {most} tokens"
         )
     loaded: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     found += nccl_problems(api, loaded)

@@ -19,7 +19,7 @@ from ep.group import EPGroup
 CONFIG = DispatchConfig(4, 2, 6, 8, torch.float32, deterministic=False)
 CONFIGS = {"prefill": CONFIG, "decode": replace(CONFIG, max_tokens_per_rank=2)}
 SINGLE = EPGroup.single()
-NAMES = ("local", "torch", "deepep_ll", "deepep_v2", "deepep_normal", "nvshmem")
+NAMES = ("local", "torch", "allgather", "deepep_ll", "deepep_v2", "deepep_normal", "nvshmem")
 
 
 class Toy(LocalDispatcher):
@@ -120,13 +120,17 @@ def test_names_are_taken_at_their_word(kinds: dict[str, type[Toy]]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("deepep_l", r"^unknown; valid are auto, local.*or prefill=NAME,decode=NAME; nearest: dee"),
-        ("deepep_ll_emulated", "unknown; valid are .*; nearest: deepep_ll"),
-        ("", "unknown; valid are auto"),
-        ("prefill=torch,decode=x,y=z", "'y=z': no phase; valid is prefill=NAME.*; 'x': unknown;"),
+        ("deepep_l", r"^must be one of auto, local.*or prefill=NAME,decode=NAME; nearest: dee"),
+        ("deepep_ll_emulated", "must be one of .*; nearest: deepep_ll"),
+        ("", "must be one of auto"),
+        ("prefill=torch,decode=x,y=z", "'y=z': no phase; must be prefill=NAME.*; 'x': must be"),
         ("prefill=torch,prefill=torch", "'prefill=torch': given twice"),
-        ("torch,deepep_ll", "unknown"),
-        ("prefill=", "'': unknown"),
+        ("torch,deepep_ll", "must be one of .*; nearest: prefill=torch,decode=deepep_ll"),
+        ("torch,Local", "must be one of .*; nearest: prefill=torch,decode=local"),
+        ("torch,pigeon,local", "must be one of auto"),
+        ("Torch", "must be one of .*; nearest: torch$"),
+        ("decode=DEEPEP_LL", "'DEEPEP_LL': must be one of .*; nearest: deepep_ll$"),
+        ("prefill=", "'': must be one of"),
     ],
 )
 def test_what_names_nothing_is_refused(text: str, problem: str) -> None:
@@ -136,9 +140,11 @@ def test_what_names_nothing_is_refused(text: str, problem: str) -> None:
 
 
 def test_emulate_wants_a_name_that_has_an_emulation() -> None:
-    with pytest.raises(DispatchError, match="emulate=True: names no backend .*: deepep_ll, deep"):
+    with pytest.raises(
+        DispatchError, match="^auto has no emulation; those that have: deepep_ll, deep"
+    ):
         parse_dispatch("auto", emulate=True)
-    with pytest.raises(DispatchError, match="emulate=True"):
+    with pytest.raises(DispatchError, match="prefill=torch has no emulation"):
         parse_dispatch("prefill=torch", emulate=True)
     assert parse_dispatch("decode=deepep_ll", emulate=True) == Wish("auto", "deepep_ll", True)
 
@@ -158,10 +164,13 @@ def test_two_backends_become_one_dispatcher(kinds: dict[str, type[Toy]]) -> None
     d = choice.open(SINGLE)
     assert isinstance(d, PhasedDispatcher) and d.name == "prefill=torch,decode=deepep_ll"
     assert d.decode.config.max_tokens_per_rank == 2
-    line = choice.describe()
-    assert line.startswith("dispatcher prefill=torch: torch for prefill; decode=deepep_ll: deepep_")
-    assert "decode steps above 2 tokens as prefill (not local, " in line
-    assert line.count("no such chip") == 1 and "\n" not in line
+    first, second, *refused = choice.describe().splitlines()
+    assert first == "dispatcher prefill=torch: torch for prefill (auto: best for prefill)"
+    assert second.startswith(
+        "dispatcher decode=deepep_ll: deepep_ll for decode (auto: before torch"
+    )
+    assert second.endswith("; decode steps above 2 tokens as prefill")
+    assert refused == ["  not local, allgather, deepep_v2, deepep_normal, nvshmem: no such chip"]
     d.close()
     assert sorted(kinds["torch"].closed) == ["deepep_ll", "torch"]
 
@@ -171,7 +180,8 @@ def test_one_backend_for_both_phases_is_no_pair(kinds: dict[str, type[Toy]]) -> 
     assert choice.plan(SINGLE) == BufferPlan(80, 8)
     d = choice.open(SINGLE)
     assert type(d) is kinds["deepep_v2"] and d.config == CONFIG
-    assert choice.describe().startswith("dispatcher deepep_v2: deepep_v2 for prefill (not ")
+    assert choice.describe() == "dispatcher deepep_v2: deepep_v2 for prefill"
+    assert choice.refused["torch"] == "no such chip"  # for `/health`
     assert choice.report()["decode"] == choice.report()["prefill"]
 
 
@@ -208,7 +218,29 @@ def test_refusals_name_the_phase_where_it_matters(kinds: dict[str, type[Toy]]) -
     probes = said(torch=BOTH, deepep_v2="decode", nvshmem=BOTH)
     refused = choose_dispatcher(Wish(), [probes], CONFIGS).refused
     assert refused["local"] == refused["deepep_ll"] == refused["deepep_normal"] == "no such chip"
-    assert "nvshmem" not in refused  # it can; another is better
+    assert refused["nvshmem"].startswith("could run; deepep_v2 is ")  # another is better
     assert "deepep_v2" not in refused  # it was taken, for decode
     named = choose_dispatcher(Wish("torch", "torch"), [probes], CONFIGS).refused
-    assert named["deepep_v2"] == "for prefill: deepep_v2 for prefill"
+    both = "for prefill: deepep_v2 for prefill; for decode: could run; torch was asked for"
+    assert named["deepep_v2"] == both
+
+
+def test_all_others_are_told_of_also_those_that_could_run(kinds: dict[str, type[Toy]]) -> None:
+    able = said(torch=BOTH, allgather=BOTH)
+    for asked, reason in (
+        ("auto", "could run; torch sends fewer bytes"),
+        ("torch", "could run; torch was asked for"),
+        ("decode=torch", "for prefill: could run; torch sends fewer bytes; for decode: could run; "
+         "torch was asked for"),
+    ):  # fmt: skip
+        choice = choose_dispatcher(parse_dispatch(asked), [able], CONFIGS)
+        assert choice.refused["allgather"] == reason
+        assert {*choice.refused, choice.prefill.backend} == {*NAMES}
+        assert ("not allgather: " in choice.describe()) == (asked != "torch")
+    auto = choose_dispatcher(Wish(), [able], CONFIGS)
+    assert auto.prefill.reason.endswith(" (auto: before allgather, for it sends fewer bytes)")
+    assert took(said(allgather=BOTH)) == ("allgather", "allgather")
+    # What was named is not what auto would have taken: nothing says that it is best.
+    named = choose_dispatcher(parse_dispatch("allgather"), [able], CONFIGS)
+    assert named.prefill.reason == "allgather for prefill"
+    assert named.refused["torch"] == "could run; allgather was asked for"

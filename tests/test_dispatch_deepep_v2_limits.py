@@ -18,6 +18,7 @@ from dispatch import deepep_v2_machine as machine
 from dispatch import dispatcher_names
 from dispatch.base import DispatchConfig, DispatchError, WireFormat
 from dispatch.deepep_v2 import ElasticDispatcher, EmulatedElasticDispatcher
+from dispatch.mib import mib
 from ep.group import EPGroup
 
 V3 = DispatchConfig(7168, 8, 288, 4096, torch.bfloat16, False, WireFormat.FP8)
@@ -163,7 +164,7 @@ def test_the_library_is_the_first_that_is_there(packages: Any) -> None:
     packages()
     answer = ElasticDispatcher.probe(NODE, V3)
     assert not answer.ok
-    assert answer.reason == "deep_ep is not installed; deep_ep_v25 is not installed"
+    assert answer.reason == "deep_ep is not installed, nor deep_ep_v25"
     packages(SimpleNamespace(__version__="1.2.1", Buffer=object))
     answer = ElasticDispatcher.probe(NODE, V3)
     assert answer.reason.startswith("deep_ep 1.2.1 has neither ElasticBuffer (2.0) nor EPBuffer")
@@ -200,7 +201,7 @@ def test_the_machine_is_looked_at_last(packages: Any, monkeypatch: pytest.Monkey
     packages(library_21)
     reason = ElasticDispatcher.probe(NODE, V3).reason
     held = ElasticDispatcher.plan(NODE, V3).held
-    assert reason.endswith(f"no CUDA device; the buffer needs {held} bytes of one")
+    assert reason.endswith(f"no CUDA device; the buffer needs {mib(held)} of one")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**37))
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
@@ -209,7 +210,7 @@ def test_the_machine_is_looked_at_last(packages: Any, monkeypatch: pytest.Monkey
     reason = ElasticDispatcher.probe(NODE, V3).reason
     for part in (
         "the ranks' group is of gloo: must be of NCCL",
-        f"the buffer needs {held} bytes, {2**28} are free on the device; at most ",
+        f"the buffer needs {mib(held)}, 256.0 MiB are free on the device; at most ",
         "NCCL 2.28.3 is loaded",
         "no-such-compiler cannot be run",
     ):

@@ -30,6 +30,7 @@ from dispatch.base import (
 )
 from dispatch.deepep_ll import EmulatedLowLatencyDispatcher, LowLatencyDispatcher
 from dispatch.fp8 import dequantise
+from dispatch.mib import mib
 from dispatch.selfcheck import CheckCase, expected, expert_output, make_case, random_placement
 from ep.group import EPGroup
 from ep.placement import ExpertPlacement
@@ -321,7 +322,7 @@ def test_masks_need_shrink() -> None:
         (
             {"max_tokens_per_rank": 1024, "num_physical_experts": 768, "hidden_size": 7168},
             8,
-            r"buffer of 45801805824 bytes \(42.66 GiB\), .* \(32 GiB\); at most 768 tokens",
+            r"buffer of 43680.0 MiB, the library addresses 32768.0 MiB; at most 768 tokens",
         ),
     ],
 )
@@ -374,7 +375,7 @@ def test_plan_is_the_formula_and_an_ok_probe_says_what_it_takes() -> None:
     assert answer.ok
     assert answer.reason == (
         "deep_ep 2.1.0+emulated low latency, 32 ranks, max_tokens_per_rank=128, "
-        f"buffer of {size} bytes"
+        f"buffer of {mib(size)}"
     )
 
 

@@ -11,8 +11,15 @@ import pytest
 import torch
 from gloo_threads import gloo_threads
 
-from dispatch.base import CombineForm, DispatchConfig, DispatchError, HandleError, WireFormat
+from dispatch.base import (
+    CombineForm,
+    DispatchConfig,
+    DispatchError,
+    HandleError,
+    WireFormat,
+)
 from dispatch.deepep_normal import EmulatedNormalDispatcher, NormalDispatcher
+from dispatch.mib import mib
 from dispatch.selfcheck import differences, expected, make_case, outputs, random_placement
 from ep.group import EPGroup
 
@@ -119,7 +126,7 @@ def test_nodes_have_eight_ranks() -> None:
     assert "up to 8 must share one" in EmulatedNormalDispatcher.probe(group, config).reason
     group.ranks_per_node = 8
     size = EmulatedNormalDispatcher.plan(group, config).held
-    assert EmulatedNormalDispatcher.probe(group, config).reason.endswith(f"buffers of {size} bytes")
+    assert EmulatedNormalDispatcher.probe(group, config).reason.endswith(f"buffer of {mib(size)}")
 
 
 def test_without_the_library_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,19 @@
+"""Bytes of buffers as people read them: one unit everywhere, so that sizes can be added up.
+
+Pure. Imports nothing.
+"""
+
+from __future__ import annotations
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def held_and_passing(held: int, passing: int) -> str:
+    """Of a `BufferPlan`; the two add up to the first, as shown."""
+    tenths = round(held / 2**20 * 10) + round(passing / 2**20 * 10)
+    return (
+        f"{tenths / 10:.1f} MiB: {mib(held)} held and {mib(passing)} passing, while layers are in "
+        "flight"
+    )
