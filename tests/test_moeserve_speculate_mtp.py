@@ -24,7 +24,7 @@ from moeserve.continuation import Continuation
 from moeserve.request import Request, SamplingParams
 from moeserve.sampler import sample
 from moeserve.sequence import Sequence
-from moeserve.speculate import mtp
+from moeserve.speculate import draft_rounds, mtp
 from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.mtp import MtpDrafter
 from moeserve.speculate.tree import DraftTree
@@ -151,7 +151,7 @@ def test_rounds_are_those_agreed_whatever_a_rank_has(
     def broken(*args: object) -> None:
         raise RuntimeError("no room for this")
 
-    monkeypatch.setattr(mtp, "choose_drafts", broken)
+    monkeypatch.setattr(draft_rounds, "choose_drafts", broken)
     assert desk.drafter.propose([desk.ask(one, 0, 3)], 3)[0].num_nodes == 0
     assert counting.rows == [5, 0, 0] and "no room" in str(desk.drafter.failure)
 

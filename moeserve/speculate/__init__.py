@@ -1,9 +1,9 @@
 """Speculation: drafters propose tokens, the target judges them at once, the output is the same.
 
-What is here needs no engine: `tree` (what is drafted), `drafter` (who drafts; `ngram`, `mtp`,
-`medusa`, `eagle_drafter`), `verify` and `rejection` (what is accepted), `run_limits` (where an
-accepted run ends), `acceptance`, `cost_model`, `adaptive` (how deep to draft), `head_file` and
-`eagle` (weights). The sampler is the engine's own (`moeserve.sampler`): one code says what a
+What is here needs no engine: `tree` (what is drafted), `drafter` (who drafts: `ngram`, `mtp`,
+`medusa`, `eagle_drafter`, `draft_model`; `draft_rounds` runs their rows), `verify` and `rejection`
+(what is accepted), `run_limits` (where an accepted run ends), `acceptance`, `cost_model`, `adaptive`
+(how deep to draft), `head_file` and `eagle` (weights). The sampler is the engine's own (`moeserve.sampler`): one code says what a
 token's distribution is, with or without drafts.
 
 The rule is SAME unless REJECTION is asked for: the target chooses at each row what it would choose

@@ -19,25 +19,24 @@ change a draft and never an output.
 Several MTP layers: the first one is fed back, as with one. Needs blocks up to the position
 len(tokens) - 2 + depth of each ask.
 
-Shape letters: T rows, S sequences, D hidden.
+Shape letters: D hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from models.interface import CausalLM, ForwardBatch, PagedKVCache
-from moeserve.continuation import Continuation
-from moeserve.draw import Doubles
+from models.interface import CausalLM, PagedKVCache
 from moeserve.errors import one_line
 from moeserve.sequence import Sequence
-from moeserve.speculate.drafter import DraftAsk, choose_drafts
-from moeserve.speculate.tree import DraftTree, chain
+from moeserve.speculate.draft_rounds import Chains, RoundRows
+from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
 
 
@@ -47,18 +46,6 @@ class _Known:
 
     base: int
     end: int
-
-
-@dataclass
-class _Rows:
-    """Rows of one round: for each sequence its first position, tokens that follow, base, blocks."""
-
-    asks: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    following: list[list[int]] = field(default_factory=list)
-    bases: list[int] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
-    wanted: list[bool] = field(default_factory=list)  # the logits of its last row
 
 
 class MtpDrafter:
@@ -91,25 +78,22 @@ class MtpDrafter:
         """See Drafter: chains. max_tokens: the caller has told the dispatcher."""
         depth = min(depth, self.max_depth)
         self.failure = None
-        tokens: list[list[int]] = [[] for _ in asks]
-        probs: list[list[Doubles]] = [[] for _ in asks]
-        rows, hidden = self._first(asks) if depth > 0 else (_Rows(), self._no_rows)
+        chains = Chains(asks, self._rule)
+        rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
         for number in range(depth):
-            batch = self._batch(rows)
-            following = batch.token_ids
-            out = self._model.draft(batch, hidden, following, self._cache)
-            going = [i for i, wanted in zip(rows.asks, rows.wanted, strict=True) if wanted]
-            last = out.hidden[batch.logits_rows]
-            keep: list[int] = []
+            batch = rows.batch(self._cache.block_size, self._pages.device)
+            out = self._model.draft(batch, hidden, batch.token_ids, self._cache)
+            last, keep = out.hidden[batch.logits_rows], []
             try:
-                keep = self._choose(asks, going, out.logits, tokens, probs, number)
+                keep = chains.extend(rows.going, out.logits)
             except Exception as error:  # peers are in the next round: so must this rank be
                 self.failure = one_line(error)
             hidden = last[keep] if keep else self._no_rows.to(last.dtype)
-            rows = self._next(asks, [going[j] for j in keep], tokens, number)
-        if self.failure is not None:
-            return [DraftTree()] * len(asks)
-        return [chain(t, q or None) for t, q in zip(tokens, probs, strict=True)]
+            going, rows = [rows.going[place] for place in keep], RoundRows()
+            for i in going:
+                end = self._known[asks[i].sequence.request_id].end
+                self._add(rows, i, asks[i], end + number, chains.tokens[i][-1:], True)
+        return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Nothing to undo: rows of drafts are behind the end."""
@@ -124,34 +108,9 @@ class MtpDrafter:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _choose(
-        self,
-        asks: Seq[DraftAsk],
-        going: Seq[int],
-        logits: Tensor,
-        tokens: list[list[int]],
-        probs: list[list[Doubles]],
-        number: int,
-    ) -> list[int]:
-        """Append a draft to each of `going` -> the indices of those that draft on."""
-        if not going:
-            return []
-        after = [Continuation(asks[i].sequence, tuple(tokens[i])) for i in going]
-        found, dists = choose_drafts(logits, after, self._rule)
-        keep = []
-        for j, (i, token, q) in enumerate(zip(going, found, dists, strict=True)):
-            if token is None:
-                continue
-            tokens[i].append(token)
-            if q is not None:
-                probs[i].append(q)
-            if number + 1 < asks[i].most and token not in asks[i].sequence.stop_ids:
-                keep.append(j)
-        return keep
-
-    def _first(self, asks: Seq[DraftAsk]) -> tuple[_Rows, Tensor]:
+    def _first(self, asks: Seq[DraftAsk]) -> tuple[RoundRows, Tensor]:
         """Round 0: what the step has computed."""
-        rows, parts = _Rows(), [self._no_rows]
+        rows, parts = RoundRows(), [self._no_rows]
         for i, ask in enumerate(asks):
             if ask.hidden is None or not len(ask.hidden):
                 continue
@@ -178,59 +137,11 @@ class MtpDrafter:
             known.base = 0
         known.end = end
 
-    def _next(
-        self, asks: Seq[DraftAsk], going: Seq[int], tokens: list[list[int]], number: int
-    ) -> _Rows:
-        rows = _Rows()
-        for i in going:
-            known = self._known[asks[i].sequence.request_id]
-            self._add(rows, i, asks[i], known.end + number, tokens[i][-1:], True)
-        return rows
-
     def _add(
-        self, rows: _Rows, i: int, ask: DraftAsk, first: int, following: list[int], wanted: bool
+        self, rows: RoundRows, i: int, ask: DraftAsk, first: int, following: list[int], wanted: bool
     ) -> None:
         lease = ask.sequence.lease
         assert lease is not None, "a sequence without blocks is asked for drafts"
         base = self._known[ask.sequence.request_id].base
-        rows.asks.append(i)
-        rows.firsts.append(first)
-        rows.following.append(following)
-        rows.bases.append(base)
-        rows.blocks.append(lease.table.ids[base // self._cache.block_size :])
-        rows.wanted.append(wanted)
-
-    def _batch(self, rows: _Rows) -> ForwardBatch:
-        device, size = self._pages.device, self._cache.block_size
-        counts = [len(x) for x in rows.following]
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for first, count, base, blocks in zip(
-            rows.firsts, counts, rows.bases, rows.blocks, strict=True
-        ):
-            places = range(first - base, first - base + count)
-            positions += places
-            slots += [blocks[p // size] * size + p % size for p in places]
-            starts.append(starts[-1] + count)
-        context = [f - b + c for f, b, c in zip(rows.firsts, rows.bases, counts, strict=True)]
-        width = max((-(-c // size) for c in context), default=0)
-        tables = [(x + [-1] * width)[:width] for x in rows.blocks]
-        last = [end - 1 for end, wanted in zip(starts[1:], rows.wanted, strict=True) if wanted]
-
-        def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        return ForwardBatch(
-            token_ids=tensor([t for x in rows.following for t in x]),
-            positions=tensor(positions),
-            slot_mapping=tensor(slots),
-            query_start=tensor(starts, torch.int32),
-            context_len=tensor(context, torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(
-                len(tables), width
-            ),
-            logits_rows=tensor(last),
-            max_query_len=max(counts, default=0),
-            max_context_len=max(context, default=0),
-        )
+        blocks = lease.table.ids[base // self._cache.block_size :]
+        rows.add(i, first - base, following, blocks, wanted)

@@ -1,0 +1,108 @@
+"""What drafters with a forward pass of their own share: the rows of a round, chains that grow.
+
+Knows: positions, blocks, the sampler. Knows nothing of which model runs the rows.
+
+Shape letters: T rows, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.interface import ForwardBatch
+from moeserve.continuation import Continuation
+from moeserve.draw import Doubles
+from moeserve.speculate.drafter import DraftAsk, choose_drafts
+from moeserve.speculate.tree import DraftTree, chain
+from moeserve.speculate.verify import Rule
+
+
+@dataclass
+class RoundRows:
+    """Of each sequence: the number of its ask, its first position, a token for each row, its block
+    ids from position 0 on, whether the logits of its last row are wanted."""
+
+    asks: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    tokens: list[Seq[int]] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    wanted: list[bool] = field(default_factory=list)
+
+    def add(self, ask: int, first: int, tokens: Seq[int], blocks: list[int], wanted: bool) -> None:
+        self.asks.append(ask)
+        self.firsts.append(first)
+        self.tokens.append(tokens)
+        self.blocks.append(blocks)
+        self.wanted.append(wanted)
+
+    @property
+    def going(self) -> list[int]:
+        """Asks whose logits are wanted, in the order of the logits' rows."""
+        return [i for i, wanted in zip(self.asks, self.wanted, strict=True) if wanted]
+
+    def batch(self, size: int, device: torch.device) -> ForwardBatch:
+        """size: of a block. No rows make a batch of T = S = 0."""
+        counts = [len(x) for x in self.tokens]
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for first, count, blocks in zip(self.firsts, counts, self.blocks, strict=True):
+            places = range(first, first + count)
+            positions += places
+            slots += [blocks[p // size] * size + p % size for p in places]
+            starts.append(starts[-1] + count)
+        context = [first + count for first, count in zip(self.firsts, counts, strict=True)]
+        width = max((-(-c // size) for c in context), default=0)
+        tables = [(x + [-1] * width)[:width] for x in self.blocks]
+        last = [end - 1 for end, wanted in zip(starts[1:], self.wanted, strict=True) if wanted]
+
+        def tensor(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        table = torch.tensor(tables, dtype=torch.int32, device=device)
+        return ForwardBatch(
+            token_ids=tensor([t for x in self.tokens for t in x]),
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
+            query_start=tensor(starts, torch.int32),
+            context_len=tensor(context, torch.int32),
+            block_tables=table.view(len(tables), width),
+            logits_rows=tensor(last),
+            max_query_len=max(counts, default=0),
+            max_context_len=max(context, default=0),
+        )
+
+
+class Chains:
+    """The drafts of a step so far, one chain an ask."""
+
+    def __init__(self, asks: Seq[DraftAsk], rule: Rule) -> None:
+        self._asks, self._rule = asks, rule
+        self.tokens: list[list[int]] = [[] for _ in asks]
+        self._probs: list[list[Doubles]] = [[] for _ in asks]
+
+    def extend(self, going: Seq[int], logits: Tensor) -> list[int]:
+        """logits [len(going), V], changed in place: a draft for each of these asks -> the places in
+        `going` of those that draft on. Not behind a token that ends the output."""
+        if not going:
+            return []
+        after = [Continuation(self._asks[i].sequence, tuple(self.tokens[i])) for i in going]
+        found, dists = choose_drafts(logits, after, self._rule)
+        keep = []
+        for place, (i, token, q) in enumerate(zip(going, found, dists, strict=True)):
+            if token is None:
+                continue
+            self.tokens[i].append(token)
+            if q is not None:
+                self._probs[i].append(q)
+            ask = self._asks[i]
+            if len(self.tokens[i]) < ask.most and token not in ask.sequence.stop_ids:
+                keep.append(place)
+        return keep
+
+    def trees(self) -> list[DraftTree]:
+        return [chain(t, q or None) for t, q in zip(self.tokens, self._probs, strict=True)]

@@ -1,0 +1,137 @@
+"""A draft model follows the sequence: on the toy, whose next token is a hash of all it has in its
+pages. As its own target it is accepted always."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from models.interface import ForwardBatch
+from moeserve.request import Request, SamplingParams
+from moeserve.sequence import Sequence
+from moeserve.speculate.draft_model import DraftModelDrafter, tokenizer_problems
+from moeserve.speculate.drafter import DraftAsk, Drafter
+from moeserve.toy_model import ToyConfig, ToyModel
+
+VOCAB = 30
+
+
+def sequence(name: str, num: int, **params: object) -> Sequence:
+    rng = random.Random(name)
+    sampling = SamplingParams(**{"max_tokens": 200, "temperature": 0.0} | params)  # type: ignore[arg-type]
+    prompt = tuple(rng.randrange(VOCAB) for _ in range(num))
+    return Sequence(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling), 0, 500)
+
+
+class Rows(ToyModel):
+    """Remembers the rows of each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyConfig(vocab_size=VOCAB))
+        self.rows: list[int] = []
+
+    def forward(self, batch: ForwardBatch, *rest: object, **more: object):  # type: ignore[no-untyped-def,override]
+        self.rows.append(batch.num_tokens)
+        return super().forward(batch, *rest, **more)  # type: ignore[arg-type]
+
+
+def drafter_of(model: ToyModel, **settings: object) -> DraftModelDrafter:
+    return DraftModelDrafter(model, 60, 4, 3, **settings)  # type: ignore[arg-type]
+
+
+def test_as_its_own_target_it_drafts_the_targets_tokens_whatever_was_accepted() -> None:
+    model = Rows()
+    drafter: Drafter = drafter_of(model)
+    one, other = sequence("a", 9), sequence("b", 5)
+    rng = random.Random(2)
+    for _ in range(25):
+        asks = [DraftAsk(other, 2), DraftAsk(one, 4)]
+        model.rows.clear()
+        trees = drafter.propose(asks, 4)
+        assert list(trees[1].tokens) == model.continue_prompt(one.tokens, 4)
+        assert list(trees[0].tokens) == model.continue_prompt(other.tokens, 2)
+        assert len(model.rows) == 4 and model.rows[2:] == [1, 1]
+        for member, tree in ((one, trees[1]), (other, trees[0])):
+            accepted = rng.randint(0, tree.num_nodes)
+            for token in [*tree.tokens[:accepted], rng.randrange(VOCAB)]:
+                member.append(token)
+            drafter.settle(member, accepted, tree.num_nodes - accepted)
+    model.rows.clear()
+    drafter.propose([DraftAsk(one, 4)], 4)
+    assert model.rows[0] <= 2  # the token that was added, and a last draft that never ran
+    assert drafter.memory_bytes() > 0
+
+
+def test_long_prompts_are_computed_in_parts_and_full_pools_only_cost_drafts() -> None:
+    model = Rows()
+    drafter = drafter_of(model, max_rows=16)
+    long, short = sequence("long", 40), sequence("short", 6)
+    sizes = []
+    for _ in range(4):
+        model.rows.clear()
+        trees = drafter.propose([DraftAsk(long, 3), DraftAsk(short, 0)], 3)
+        sizes.append(trees[0].num_nodes)
+        assert model.rows[0] <= 16
+    assert sizes == [0, 0, 3, 3]
+    assert list(trees[0].tokens) == model.continue_prompt(long.tokens, 3)
+    assert (
+        drafter.propose([DraftAsk(sequence("c", 5), 2), DraftAsk(sequence("d", 5), 2)], 2)[
+            1
+        ].num_nodes
+        == 0
+    )  # three sequences are its limit
+    huge = sequence("huge", 300)
+    drafter.forget(["short", "c", "nobody"])
+    assert drafter.propose([DraftAsk(huge, 2)], 2)[0].num_nodes == 0
+    drafter.forget(["long", "huge"])
+    assert drafter._blocks.num_available == 60
+
+
+def test_rounds_are_those_agreed_where_it_is_collective() -> None:
+    model = Rows()
+    drafter = drafter_of(model, collective=True)
+    assert drafter.propose([], 3) == [] and model.rows == [0, 0, 0]
+    model.rows.clear()
+    drafter.propose([DraftAsk(sequence("a", 5), 1)], 3)
+    assert model.rows == [5, 0, 0]
+    model.rows.clear()
+    alone = drafter_of(model)
+    alone.propose([], 3)
+    alone.propose([DraftAsk(sequence("a", 5), 1)], 3)
+    assert model.rows == [5]
+
+
+class _Words:
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self.fast = self
+        self._vocab = vocab
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocab
+
+
+def test_another_tokenizer_is_told() -> None:
+    same, other = _Words({"a": 0, "b": 1}), _Words({"a": 0, "c": 1})
+    assert tokenizer_problems(same, _Words({"a": 0, "b": 1})) == []  # type: ignore[arg-type]
+    said = tokenizer_problems(other, same)  # type: ignore[arg-type]
+    assert len(said) == 1 and "2 differ" in said[0] and "'b' is None there and 1 here" in said[0]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_round_without_rows_is_an_empty_batch(rows: int) -> None:
+    from moeserve.speculate.draft_rounds import RoundRows
+
+    made = RoundRows()
+    if rows:
+        made.add(4, 2, [7, 8, 9], [5, 1], True)
+        made.add(6, 0, [3], [2], False)
+    batch = made.batch(4, torch.device("cpu"))
+    if not rows:
+        assert batch.num_tokens == batch.num_sequences == 0 and batch.block_tables.shape == (0, 0)
+        return
+    assert batch.slot_mapping.tolist() == [22, 23, 4, 8]
+    assert batch.positions.tolist() == [2, 3, 4, 0] and batch.context_len.tolist() == [5, 1]
+    assert batch.block_tables.tolist() == [[5, 1], [2, -1]] and batch.logits_rows.tolist() == [2]
+    assert made.going == [4]
