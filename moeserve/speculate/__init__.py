@@ -2,13 +2,13 @@
 
 What is here needs no engine: `tree` (what is drafted), `drafter` (who drafts: `ngram`, `mtp`,
 `medusa`, `eagle_drafter`, `draft_model`; `draft_rounds` runs their rows), `verify` and `rejection`
-(what is accepted), `run_limits` (where an accepted run ends), `acceptance`, `cost_model`, `adaptive`
-(how deep to draft), `head_file` and `eagle` (weights). The sampler is the engine's own (`moeserve.sampler`): one code says what a
-token's distribution is, with or without drafts.
+(what is accepted), `run_limits` (where an accepted run ends), `acceptance`, `cost_model` and
+`adaptive` (how deep to draft), `head_file` and `eagle` (weights). The sampler is the engine's own
+(`moeserve.sampler`): one code says what a token's distribution is, with or without drafts.
 
 The rule is SAME unless REJECTION is asked for: the target chooses at each row what it would choose
 without speculation, and a draft is accepted when it is that. Drafters draw with the target's own
-random numbers (`draw`: a race), so sampled drafts are accepted nearly as often as by rejection.
+random numbers (`draw`: a race), so sampled drafts are accepted not much less than by rejection.
 Greedy or sampled, tokens do not depend on the drafter, on k, or on whether there is speculation.
 
 How it plugs into the engine, step by step. n is len(tokens); a decode has n - 1 positions computed.
