@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from dispatch.base import DispatchConfig, Dispatcher
+from dispatch.mib import held_and_passing
 from ep.group import EPGroup
 from ep.load import LoadWindow
 from models.deepseek.load import load_model
@@ -24,7 +25,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
-from moeserve.overlap import decide_overlap
+from moeserve.overlap import OverlapChoice, decide_overlap
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
 from moeserve.rebalancing.build import open_rebalancer, our_planner, staging_bytes
@@ -110,7 +111,7 @@ def build_engine(
         recorder=recorder,
         placement=start.placement,
         settings=settings_hash(_collective_settings(config, start)),
-        info=_info(config, group, start, plan, model),
+        info=_info(config, group, start, plan, model, overlap),
     )
     if group.size > 1:
         planner = our_planner(group, start.model.n_group, start.model.n_routed_experts)
@@ -145,7 +146,12 @@ class _Opening:
         dispatcher = start.dispatchers.open(
             self._group, combine_pairs=start.kernels.kernels.combine_pairs
         )
-        start.notes.append("; ".join([start.dispatchers.describe(), *dispatcher.notes]))
+        lines = [start.dispatchers.describe(), *(f"  {note}" for note in dispatcher.notes)]
+        buffers = start.dispatchers.plan(self._group)
+        if buffers.total:
+            shared = ", one for both phases" * start.dispatchers.shares(self._group)
+            lines.append(f"  buffers{shared}: {held_and_passing(buffers.held, buffers.passing)}")
+        start.notes.append("\n".join(lines))
         return dispatcher
 
 
@@ -202,10 +208,22 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
 
 
 def _info(
-    config: ServeConfig, group: EPGroup, start: StartUp, plan: CachePlan, model: Any
+    config: ServeConfig,
+    group: EPGroup,
+    start: StartUp,
+    plan: CachePlan,
+    model: Any,
+    overlap: OverlapChoice,
 ) -> dict[str, object]:
     memory = dict(model.memory_bytes()) | {"kv_cache": plan.num_bytes} | dict(plan.beside)
     chosen = start.dispatchers
+    buffers = chosen.plan(group)
+    dispatch = chosen.report() | {
+        "wire": start.wire.report(),
+        "overlap": overlap.report(),
+        "buffers_bytes": buffers.total,
+        "buffers": {"held_bytes": buffers.held, "passing_bytes": buffers.passing},
+    }
     return {
         "model_type": start.model.model_type,
         "vocab_size": start.model.vocab_size,
@@ -215,7 +233,7 @@ def _info(
         "kernels": start.kernels.reason.removeprefix("kernels: "),
         "weights": "FP8" if model.weights.keeps_fp8 else str(start.dtype).removeprefix("torch."),
         "dispatcher": model.dispatcher.name,
-        "dispatch": chosen.report() | {"buffers_bytes": chosen.plan(group).total},
+        "dispatch": dispatch,
         "ranks": group.size,
         "memory_bytes": memory,
         "kv_tokens": plan.num_tokens,

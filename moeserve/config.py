@@ -8,7 +8,6 @@ in `check_against_model`.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +21,8 @@ from pydantic import (
     field_validator,
 )
 
+from dispatch import nothing_to_emulate, read_dispatch
+from ep.nearest import nearest_hint
 from ep.presets import PRESETS
 from moeserve.errors import ConfigError
 
@@ -42,18 +43,25 @@ def parse_size(value: object) -> object:
 
 
 def parse_overlap(value: object) -> object:
-    """'auto' is None, 'off' is 0; else a number of tokens."""
-    words: dict[object, object] = {"auto": None, "off": 0}
-    if not isinstance(value, str):
+    """'auto' is None; else 'off' or a number of tokens. 0 of them would be every step, and is what
+    who means never may write: it is refused."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
         return value
-    text = value.strip().lower()
-    if text not in words and not text.removeprefix("-").isdecimal():
+    text = str(value).strip().lower()
+    if text in ("auto", "off"):
+        return None if text == "auto" else text
+    if not text.removeprefix("-").isdecimal():
         raise ValueError("must be auto, off or a number of tokens, such as 256")
-    return words.get(text, text)
+    if int(text) < 1:
+        raise ValueError(
+            "must be auto, off or at least 1 token; nearest valid: 1 (every step); for never: use "
+            "off"
+        )
+    return int(text)
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
-Threshold = Annotated[int | None, BeforeValidator(parse_overlap)]
+Threshold = Annotated[int | Literal["off"] | None, BeforeValidator(parse_overlap)]
 
 
 class Section(BaseModel):
@@ -81,8 +89,8 @@ class ParallelSection(Section):
     dispatch: str = "auto"  # or a backend's name, or prefill=NAME,decode=NAME
     # How hidden rows travel to experts (auto: FP8 on GPUs for FP8 checkpoints; dispatch_wire.py)
     wire: Literal["auto", "model", "fp8"] = "auto"
-    # Agreed tokens a rank from which a step goes in two halves; 0: never; None: auto (overlap.py)
-    overlap: Threshold = Field(None, ge=0)
+    # Agreed tokens a rank from which a step goes in two halves; None: auto (overlap.py)
+    overlap: Threshold = None
     emulate: bool = False  # of a backend that wants GPUs, its emulation on CPUs
     # By which ranks of several machines talk: a name, an address or a subnet; default: by routes
     interface: str | None = Field(None, min_length=1)
@@ -91,9 +99,15 @@ class ParallelSection(Section):
     @classmethod
     def _is_preset(cls, value: str | None) -> str | None:
         if value is not None and value not in PRESETS:
-            close = difflib.get_close_matches(value, PRESETS, n=1)
-            nearest = f"; nearest: {close[0]}" if close else ""
-            raise ValueError(f"must be one of {', '.join(PRESETS)}{nearest}")
+            raise ValueError(f"must be one of {', '.join(PRESETS)}{nearest_hint(value, PRESETS)}")
+        return value
+
+    @field_validator("dispatch")
+    @classmethod
+    def _names_dispatchers(cls, value: str) -> str:
+        problems: list[str] = []
+        if read_dispatch(value, problems) is None:
+            raise ValueError("; ".join(problems))
         return value
 
 
@@ -178,7 +192,7 @@ class ServeConfig(Section):
                 if not isinstance(table, dict):
                     raise ConfigError([f"{section}={table!r}: must be a table of settings"])
                 table.update(given)
-        problems = _apply_layout(merged)
+        problems = [*_apply_layout(merged), *_emulation(merged)]
         try:
             config = cls.model_validate(merged)
         except ValidationError as error:
@@ -236,6 +250,18 @@ def _apply_layout(merged: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _emulation(merged: dict[str, Any]) -> list[str]:
+    """Where nothing that is named can be emulated. What names nothing is said elsewhere."""
+    parallel = merged.get("parallel")
+    if not isinstance(parallel, dict) or parallel.get("emulate") not in (True, "true"):
+        return []
+    asked = parallel.get("dispatch")
+    wish = read_dispatch(str(asked or "auto"), [])
+    why = None if wish is None else nothing_to_emulate(wish)
+    which = "dispatch auto" if asked is None else f"parallel.dispatch={asked}"
+    return [] if why is None else [f"parallel.emulate: {which} {why}"]
+
+
 def _problem(root: type[BaseModel], error: Any) -> str:
     path = ".".join(str(x) for x in error["loc"])
     if error["type"] == "extra_forbidden":
@@ -258,9 +284,12 @@ def _valid(error: Any) -> str:
             return f"must be above {limits['gt']}"
         case "literal_error":
             names = limits["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-            close = difflib.get_close_matches(str(error["input"]), names, n=1)
-            nearest = f"; nearest: {close[0]}" if close else ""
-            return f"must be one of {', '.join(names)}{nearest}"
+            given, place = str(error["input"]), ".".join(map(str, error["loc"]))
+            if place == "parallel.wire" and given.strip().casefold().startswith("fp8"):
+                hint = "; nearest: fp8 (what its scales are, the checkpoint decides)"
+            else:
+                hint = nearest_hint(given, names)
+            return f"must be one of {', '.join(names)}{hint}"
         case "value_error":
             return str(limits["error"])
         case "model_type" | "model_attributes_type":

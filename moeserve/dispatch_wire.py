@@ -18,6 +18,10 @@ class WireChoice:
     wire: WireFormat
     note: str
 
+    def report(self) -> dict[str, str]:
+        """For `/health`."""
+        return {"format": self.wire.value, "reason": self.note.removeprefix("wire: ")}
+
 
 def decide_wire(asked: str, quantization: BlockFP8 | None, device_type: str) -> WireChoice:
     """asked: `parallel.wire`. quantization: of the checkpoint, which says what scales its experts

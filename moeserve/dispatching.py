@@ -5,7 +5,6 @@ Knows settings, what backends say of this machine, how problems are told to user
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +12,12 @@ import torch
 
 from dispatch import (
     choose_dispatcher,
-    parse_dispatch,
+    nothing_to_emulate,
     probe_one,
     probe_phases,
+    read_dispatch,
 )
-from dispatch.base import DispatchConfig, DispatchError, Probe
+from dispatch.base import DispatchConfig, Probe
 from dispatch.choice import (
     AUTO,
     EMULATED,
@@ -40,23 +40,34 @@ _REMEDIES: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @dataclass(frozen=True)
+class Way:
+    """flags: with all of them it would run; none, where nothing helps. blocked: what keeps its
+    emulation from running even with them."""
+
+    flags: tuple[str, ...] = ()
+    blocked: str = ""
+
+
+@dataclass(frozen=True)
 class Offer:
-    """What this rank says of each backend, by phase, and for which sizes it was asked. hints: flags
-    by which a backend that was named would refuse less, by phase."""
+    """What this rank says of each backend, by phase, and for which sizes it was asked. ways: out of
+    the refusal of a backend that was named, by phase."""
 
     configs: dict[str, DispatchConfig]
     probes: Probes
-    hints: dict[str, list[str]]
+    ways: dict[str, Way]
 
 
 def read_wish(config: ServeConfig, problems: list[str]) -> Wish | None:
     """None, and a problem more, where the setting names no backend."""
-    asked = config.parallel.dispatch
-    try:
-        return parse_dispatch(asked, config.parallel.emulate)
-    except DispatchError as error:
-        problems.append(f"parallel.dispatch={asked!r}: {error}")
+    asked, emulate = config.parallel.dispatch, config.parallel.emulate
+    found: list[str] = []
+    wish = read_dispatch(asked, found, emulate)
+    problems += [f"parallel.dispatch={asked!r}: {problem}" for problem in found]
+    if wish is not None and emulate and (why := nothing_to_emulate(wish)) is not None:
+        problems.append(f"parallel.emulate: parallel.dispatch={asked} {why}")
         return None
+    return wish
 
 
 def make_offer(
@@ -68,8 +79,8 @@ def make_offer(
     configs = {p: replace(dispatch, max_tokens_per_rank=bounds[p]) for p in PHASES}
     probes = probe_phases(group, configs)
     wish = wish or Wish()
-    hints = {p: list(_hints(wish, group, p, configs[p], probes[p])) for p in PHASES}
-    return Offer(configs, probes, hints)
+    ways = {p: _way_out(wish, group, p, configs[p], probes[p]) for p in PHASES}
+    return Offer(configs, probes, ways)
 
 
 def agree_on_dispatcher(
@@ -87,13 +98,14 @@ def agree_on_dispatcher(
     try:
         choice = choose_dispatcher(wish, [x.probes for x in offers], offer.configs)
     except CannotRun as error:
-        hints = {p: [hint for x in offers for hint in x.hints[p]] for p in error.refusals}
-        problems.append(_cannot(wish, hints, error))
+        ways = [[x.ways[phase] for phase in error.refusals] for x in offers]
+        problems.append(_cannot(wish, [way for of_rank in ways for way in of_rank], error))
         return None
     return choice if whole else None
 
 
-def _cannot(wish: Wish, hints: dict[str, list[str]], error: CannotRun) -> str:
+def _cannot(wish: Wish, ways: list[Way], error: CannotRun) -> str:
+    """ways: of each rank and phase that refuses. Flags are recommended where they help all."""
     told = {phase: _reasons(wish.of(phase), said) for phase, said in error.refusals.items()}
     if len(told) == len(PHASES) and len(set(told.values())) == 1:
         problem = next(iter(told.values()))
@@ -103,9 +115,14 @@ def _cannot(wish: Wish, hints: dict[str, list[str]], error: CannotRun) -> str:
         able = [phase for phase in PHASES if phase not in told]
         if able and wish.prefill == wish.decode != AUTO:
             problem += f"; {able[0]}={wish.of(able[0])} can, beside another for {next(iter(told))}"
-    helps = dict.fromkeys(hint for phase in hints.values() for hint in phase)
-    if helps:
-        problem += f"; give {' and '.join(helps)}"
+    flags = dict.fromkeys(flag for way in ways for flag in way.flags)
+    blocked = list(dict.fromkeys(way.blocked for way in ways if way.blocked))
+    if blocked:
+        problem += f"; its emulation on CPUs cannot run either: {'; '.join(blocked)}"
+        if "hidden_size" in problem:
+            problem += "; README, 'How tokens travel', writes a checkpoint that is wide enough"
+    elif flags and all(way.flags for way in ways):
+        problem += f"; give {' and '.join(flags)}"
     return f"parallel.dispatch={str(wish)!r}: {problem}"
 
 
@@ -117,22 +134,33 @@ def _reasons(asked: str, said: dict[str, str]) -> str:
     return f"cannot run here: {said[asked]}"
 
 
-def _hints(
+def _way_out(
     wish: Wish, group: EPGroup, phase: str, config: DispatchConfig, probes: dict[str, Probe]
-) -> Iterator[str]:
-    """Flags that take one of the reasons away, where the phase's backend was named and refuses."""
+) -> Way:
+    """Where the phase's backend was named and refuses. The emulation is no way where there is a
+    GPU, which the library would use."""
     name = wish.of(phase)
     key = key_of(name, wish.emulate, probes)
     if name == AUTO or probes[key].ok:
-        return
-    emulation = ""
-    if not wish.emulate and name + EMULATED in probes and not torch.cuda.is_available():
-        key = name + EMULATED
-        says = "" if probes[key].ok else f" (which says: {probes[key].reason})"
-        emulation = f"--emulate for its emulation on CPUs{says}"
+        return Way()
+    flags = []
+    emulated = name + EMULATED
+    others = not wish.emulate and emulated in probes and not torch.cuda.is_available()
+    if others:
+        key = emulated
+    says = probes[key]
     for change, flag in _REMEDIES:
         changed = replace(config, **change)
-        if changed != config and probe_one(key, group, changed).reason != probes[key].reason:
-            yield flag
-    if emulation:
-        yield emulation
+        answer = says if changed == config else probe_one(key, group, changed)
+        if answer.reason != says.reason:
+            flags.append(flag)
+            config, says = changed, answer
+    if not says.ok:
+        return Way(blocked=_limits(says.reason)) if others else Way()
+    return Way((*flags, "--emulate for its emulation on CPUs") if others else tuple(flags))
+
+
+def _limits(reason: str) -> str:
+    """An emulation's reason without its version, which is nobody's news."""
+    _, found, limits = reason.partition("+emulated")
+    return limits.partition(": ")[2] if found else reason

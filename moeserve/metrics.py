@@ -223,8 +223,19 @@ def _dispatch(client: EngineClient) -> Iterator[Metric]:
         return
     phases = {name: told.get(name) for name in ("prefill", "decode")}
     labels = {n: str(x["backend"]) for n, x in phases.items() if isinstance(x, dict)}
-    labels["wire"] = str(told.get("wire"))
-    info = GaugeMetricFamily("moeserve_dispatch_info", "How tokens travel", labels=[*labels])
+    for name, value in (("wire", "format"), ("overlap", "from_tokens")):
+        part = told.get(name)
+        if isinstance(part, dict):
+            given = part.get(value)
+            labels |= {name: "off" if given is None else str(given)}
+            labels |= {f"{name}_reason": str(part.get("reason"))}
+    if "deterministic" in told:
+        labels["deterministic"] = str(told["deterministic"]).lower()
+    info = GaugeMetricFamily(
+        "moeserve_dispatch_info",
+        "How tokens travel; overlap: tokens a rank from which steps go in halves, or off",
+        labels=[*labels],
+    )
     info.add_metric([*labels.values()], 1)
     yield info
     masked = told["masked_ranks"]

@@ -8,6 +8,7 @@ computed: models/deepseek/overlap.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MOST_IN_FLIGHT = 2  # halves, so layers between a dispatch and its results
 
@@ -24,19 +25,23 @@ class OverlapChoice:
     tokens: int | None
     note: str
 
+    def report(self) -> dict[str, object]:
+        """For `/health`."""
+        return {"from_tokens": self.tokens, "reason": self.note.removeprefix("overlap: ")}
+
 
 def decide_overlap(
-    asked: int | None,
+    asked: int | Literal["off"] | None,
     token_budget: int,
     num_ranks: int,
     device_type: str,
     dispatcher: str,
     max_in_flight: int | None,
 ) -> OverlapChoice:
-    """asked: a threshold, 0 for off, None for auto. token_budget: the most tokens of a step.
+    """asked: a threshold, at least 1; None for auto. token_budget: the most tokens of a step.
     max_in_flight: `Dispatcher.max_in_flight` of the dispatcher of this name. The same on every
     rank, for all arguments are."""
-    if asked == 0:
+    if asked == "off":
         return OverlapChoice(None, "overlap: off (asked for)")
     if max_in_flight is not None and max_in_flight < MOST_IN_FLIGHT:
         return OverlapChoice(

@@ -28,7 +28,7 @@ from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
-from moeserve.dispatch_wire import decide_wire
+from moeserve.dispatch_wire import WireChoice, decide_wire
 from moeserve.dispatching import Offer, agree_on_dispatcher, make_offer, read_wish
 from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
@@ -40,7 +40,13 @@ from moeserve.terminal import counted
 _DEVICE_TYPE = "cpu"  # where `build_engine` loads models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
-_LOCAL = ("model.checkpoint", "model.chat_template", "parallel.placement", "parallel.interface", "engine.threads")
+_LOCAL = (
+    "model.checkpoint",
+    "model.chat_template",
+    "parallel.placement",
+    "parallel.interface",
+    "engine.threads",
+)
 
 
 @dataclass
@@ -54,6 +60,7 @@ class StartUp:
     placement: ExpertPlacement
     kernels: KernelChoice
     dispatch: DispatchConfig
+    wire: WireChoice
     fingerprint: str
     known_bytes: dict[str, int]
     notes: list[str] = field(default_factory=list)
@@ -158,7 +165,9 @@ def _resolve(
         "weights": min(plan.total_bytes, sum(plan.memory_bytes(dtype.itemsize).values())),
         "kv_cache": 0 if cache is None else cache.num_bytes,
     }
-    return StartUp(model, dtype, with_mtp, placement, kernels, dispatch, fingerprint, known, notes)
+    return StartUp(
+        model, dtype, with_mtp, placement, kernels, dispatch, rows, fingerprint, known, notes
+    )
 
 
 def _kernels(config: ServeConfig, problems: list[str]) -> KernelChoice | None:

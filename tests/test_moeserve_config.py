@@ -30,6 +30,15 @@ def problems(**sections: dict[str, Any]) -> list[str]:
         ("cache", "prefix_cache", "maybe", "must be true or false"),
         ("model", "dtype", "float23", "one of auto, float32, bfloat16; nearest: float32"),
         ("model", "dtype", "q", "one of auto, float32, bfloat16"),
+        ("model", "dtype", "BFloat16", "; nearest: bfloat16"),
+        ("parallel", "wire", "FP8", "one of auto, model, fp8; nearest: fp8 (what its scales are"),
+        ("parallel", "wire", "fp8_ue8m0", "; nearest: fp8 (what its scales are, the checkpoint"),
+        ("parallel", "wire", "models", "one of auto, model, fp8; nearest: model"),
+        ("parallel", "dispatch", "Torch", "must be one of auto, local, torch, allgather"),
+        ("parallel", "dispatch", "torch,allgather", "nearest: prefill=torch,decode=allgather"),
+        ("parallel", "dispatch", "prefil=torch", "no phase; must be prefill=NAME,decode=NAME"),
+        ("parallel", "layout", "v3-decode-320", "; nearest: decode-ep320"),
+        ("parallel", "layout", "Decode-EP144", "; nearest: decode-ep144"),
         ("cache", "kv_memory", "3GiX", "must be bytes, such as 512MiB"),
         ("cache", "kv_memory", "", "must be bytes"),
         ("cache", "kv_memory", "inf", "must be bytes"),
@@ -52,6 +61,28 @@ def test_all_problems_are_told_at_once() -> None:
         "cache.block_size",
         "server.port",
     ]
+
+
+def test_how_tokens_travel_is_checked_with_the_rest() -> None:
+    found = problems(parallel={"ep": 0, "dispatch": "x", "wire": "y", "overlap": 0})
+    assert [x.partition("=")[0] for x in found] == [
+        f"parallel.{name}" for name in ("ep", "dispatch", "wire", "overlap")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"dispatch": "torch"}, "parallel.emulate: parallel.dispatch=torch has no emulation; "),
+        ({}, "parallel.emulate: dispatch auto has no emulation; those that have: deepep_ll, "),
+        ({"dispatch": "prefill=torch"}, "parallel.emulate: parallel.dispatch=prefill=torch has no"),
+    ],
+)
+def test_emulate_wants_something_that_has_an_emulation(parallel: dict[str, Any], says: str) -> None:
+    first, second = problems(parallel=parallel | {"emulate": True, "ep": 0})
+    assert first.startswith(says) and second.startswith("parallel.ep=0")
+    named = {"dispatch": "decode=deepep_ll", "emulate": True}
+    assert ServeConfig.load(None, {"parallel": named}).parallel.emulate
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,13 @@ def test_what_cannot_run_says_which_flags_help(
     said = problem(random_checkpoint, dispatch="deepep_ll", dtype="float32")
     assert said.startswith("parallel.dispatch='deepep_ll': cannot run here: ")
     if not torch.cuda.is_available():
-        assert "; give --no-deterministic and --dtype bfloat16 and --emulate for its em" in said
+        # Not flags that would not do, nor a reason that a flag takes away.
+        assert "; its emulation on CPUs cannot run either: hidden_size=256: kernels exist" in said
+        assert said.endswith("README, 'How tokens travel', writes a checkpoint that is wide enough")
+        assert "give " not in said and "deterministic" not in said
+        said = problem(wide, dispatch="deepep_ll", dtype="float32")
+        flags = "--no-deterministic and --dtype bfloat16 and --emulate for its emulation on CPUs"
+        assert said.endswith(f"; give {flags}") and "deterministic mode" not in said
     said = problem(random_checkpoint, dispatch="deepep_ll", emulate=True, deterministic=False)
     assert "hidden_size=256: kernels exist for 2048, 2560, 3072, 4096, 5120" in said
     assert "give" not in said  # no flag helps
@@ -211,8 +217,13 @@ def test_an_engine_tells_its_buffers_and_its_choice(
     told = info["dispatch"]
     assert told["prefill"] == told["decode"] == {"backend": "local",
                                                  "reason": told["prefill"]["reason"]}  # fmt: skip
-    assert (told["asked"], told["wire"]) == ("auto", "model")
+    assert told["asked"] == "auto" and told["deterministic"] is True
+    assert told["wire"]["format"] == "model" and told["wire"]["reason"].startswith("rows travel in")
+    assert told["overlap"]["from_tokens"] is None and "one rank" in told["overlap"]["reason"]
     assert told["buffers_bytes"] == 5 * MIB + 1
+    assert told["buffers"] == {"held_bytes": 5 * MIB, "passing_bytes": 1}
+    (note,) = (x for x in info["notes"] if x.startswith("dispatcher "))
+    assert "\n  buffers: 5.0 MiB: 5.0 MiB held and 0.0 MiB passing, while layers are" in note
     engine.close()
 
 

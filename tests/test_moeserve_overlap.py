@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("asked", "ranks", "device", "room", "tokens", "why"),
     [
-        (0, 8, "cuda", None, None, "off (asked for)"),
+        ("off", 8, "cuda", None, None, "off (asked for)"),
         (None, 1, "cuda", None, None, "one rank"),
         (None, 8, "cpu", None, None, "on CPUs"),
         (None, 8, "cuda", None, CUDA_FROM, "not measured"),
@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_what_is_decided_at_start(
-    asked: int | None, ranks: int, device: str, room: int | None, tokens: int | None, why: str
+    asked: Any, ranks: int, device: str, room: int | None, tokens: int | None, why: str
 ) -> None:
     choice = decide_overlap(asked, 512, ranks, device, "some", room)
     assert choice.tokens == tokens and why in choice.note and choice.note.startswith("overlap: ")
@@ -62,10 +62,17 @@ def test_a_step_is_decided_by_what_was_agreed() -> None:
 
 
 def test_the_setting() -> None:
-    for given, kept in (("auto", None), ("off", 0), ("64", 64), (7, 7), (" OFF ", 0)):
+    for given, kept in (("auto", None), ("off", "off"), ("64", 64), (7, 7), (" OFF ", "off")):
         config = ServeConfig.load(None, {"parallel": {"overlap": given}})
         assert config.parallel.overlap == kept
-    for given, why in (("half", "auto, off or a number of tokens"), ("-3", "at least 0")):
+        again = ServeConfig.model_validate(config.model_dump())  # as ranks get it
+        assert again.parallel.overlap == kept
+    for given, why in (
+        ("half", "auto, off or a number of tokens"),
+        ("-3", "nearest valid: 1"),
+        ("0", "at least 1 token; nearest valid: 1 (every step); for never: use off"),
+        (0, "nearest valid: 1"),
+    ):
         with pytest.raises(ConfigError) as caught:
             ServeConfig.load(None, {"parallel": {"overlap": given}})
         assert len(caught.value.problems) == 1
@@ -172,7 +179,13 @@ def test_after_halves_the_bound_is_the_whole_again() -> None:
     engine = load(1)
     told: list[int | None] = []
     dispatcher = engine.runner.model.dispatcher  # type: ignore[attr-defined]
-    dispatcher.set_step_bound = lambda most, decode_only=False: told.append(most)
+    set_bound = dispatcher.set_step_bound
+
+    def noted(most: int | None, decode_only: bool = False) -> None:
+        told.append(most)
+        set_bound(most, decode_only)
+
+    dispatcher.set_step_bound = noted
     engine.add_request(requests(100)[4])
     engine.step()
     tokens = told[-1]

@@ -59,7 +59,9 @@ def test_health_and_metrics_say_how_tokens_travel(folder: Path) -> None:
         "prefill": {"backend": "torch", "reason": "over gloo"},
         "decode": {"backend": "deepep_ll", "reason": "low latency"},
         "refused": {"nvshmem": "no such chip"},
-        "wire": "fp8",
+        "wire": {"format": "fp8", "reason": "asked for"},
+        "overlap": {"from_tokens": 256, "reason": "not measured"},
+        "deterministic": False,
         "buffers_bytes": 123,
     }
     with Rehearsal(folder, num_ranks=2, ready=False) as job, httpx.Client(base_url=job.url) as http:
@@ -72,7 +74,10 @@ def test_health_and_metrics_say_how_tokens_travel(folder: Path) -> None:
         job.ranks[1].send(stats(1, masked_ranks=(0,)))
         wait_for(lambda: http.get("/health").json()["dispatch"]["masked_ranks"] == [0])
         text = http.get("/metrics").text
-        line = 'moeserve_dispatch_info{decode="deepep_ll",prefill="torch",wire="fp8"} 1.0'
+        line = (
+            'moeserve_dispatch_info{decode="deepep_ll",deterministic="false",overlap="256",'
+            'overlap_reason="not measured",prefill="torch",wire="fp8",wire_reason="asked for"} 1.0'
+        )
         assert line in text and "moeserve_masked_ranks 1.0" in text
 
 
