@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from dispatch.base import DispatchConfig, Dispatcher, DispatchStats, Received, WireFormat
 from dispatch.fp8 import dequantise, quantise
+from dispatch.ideal import ideal_bytes
 from dispatch.permute import permute
 from dispatch.route import RoutingTable, route, token_keys
 from dispatch.thread_group import ThreadBoard, ThreadedAllGather, ThreadedCollective
@@ -38,67 +38,23 @@ from ep.planner import plan
 from ep.presets import PRESETS, Layout
 from ep.trace import Trace, read_trace
 from launch.experts.source import files_problems_told
+from launch.rehearse_flags import REHEARSALS, Asked, rehearsal_of
 from launch.rehearse_model import HIDDEN, NUM_LAYERS, TOP_K, Experts, Router
-from moeserve.errors import ConfigError, MoeserveError
+from launch.rehearse_report import RehearsalFailed, Report
+from moeserve.errors import ConfigError
 from moeserve.lockstep import Lockstep, Phase, Vote
 
-# What can be rehearsed -> the layout (ep/presets.py), the phase, most tokens of a rank in a step.
-REHEARSALS = {
-    "v3-decode-320": ("decode-ep320", Phase.DECODE, 8),
-    "v3-decode-144": ("decode-ep144", Phase.DECODE, 16),
-    "v3-prefill-32": ("prefill-ep32", Phase.PREFILL, 96),
-}
-ROUTINGS = ("random", "trace")
-WIRES = tuple(wire.value for wire in WireFormat)
-DISPATCHERS = {"torch": ThreadedCollective, "allgather": ThreadedAllGather}
+THREADED = {"torch": ThreadedCollective, "allgather": ThreadedAllGather}
 NUM_STEPS = 4
 IDLE_SHARE = 0.25
-TOLERANCE = 1e-5  # 0 is what comes out; outputs are about 1, a wrong expert is off by as much
 _STACK_BYTES = 1 << 20  # of a rank's thread
 
 
-class RehearsalFailed(MoeserveError):
-    """Outputs are not those of the dense reference."""
+Tell = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Report:
-    """tokens: of all ranks and steps. max_error: largest absolute difference from the reference, of
-    any value of any token after the last layer. seconds: all of it, planning included."""
-
-    rehearsal: str
-    layout: str
-    routing: str
-    dispatch: str
-    wire: str
-    seed: int
-    ranks: int
-    nodes: int
-    experts: int  # logical, of a layer
-    slots: int
-    layers: int
-    steps: int
-    generations: int  # placements that were in force
-    tokens: int
-    idle_rank_steps: int
-    collectives: int
-    bytes_sent: int
-    dispatch_bytes: int
-    combine_bytes: int
-    max_error: float
-    seconds: float
-    peak_memory_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def check(self) -> None:
-        """RehearsalFailed if a token's output is not the reference's."""
-        if not self.max_error <= TOLERANCE:  # NaN fails too
-            raise RehearsalFailed(
-                f"{self.rehearsal}: max_error={self.max_error:.3g}; at most {TOLERANCE:g} is the "
-                "rounding of fp32"
-            )
+def _silent(what: str, done: int, total: int) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -117,24 +73,11 @@ class Rehearsal:
     array: str | None = None
 
     def __post_init__(self) -> None:
-        problems = []
-        for flag, value, valid in (
-            ("--rehearse", self.name, REHEARSALS),
-            ("--routing", self.routing, ROUTINGS),
-            ("--dispatch", self.dispatch, DISPATCHERS),
-            ("--wire", self.wire, WIRES),
-        ):
-            if value not in valid:
-                problems.append(f"{flag} {value}: valid are {', '.join(valid)}")
-        if self.routing == "trace" and self.trace is None:
-            problems.append("--routing trace: give the file too: --routing trace FILE")
-        if self.routing == "random" and self.trace is not None:
-            problems.append(f"{self.trace}: a file of loads goes with --routing trace")
-        if self.array is not None and self.trace is None:
-            problems.append(f"--array {self.array}: goes with --routing trace FILE")
-        if self.seed < 0:
-            problems.append(f"--seed {self.seed}: must be at least 0")
-        if problems:
+        object.__setattr__(self, "name", rehearsal_of(self.name))
+        asked = Asked(
+            self.name, self.routing, self.trace, self.seed, self.dispatch, self.wire, self.array
+        )
+        if problems := asked.problems():
             raise ConfigError(problems)
 
     def _routing_told(self) -> str:
@@ -142,14 +85,21 @@ class Rehearsal:
             return self.routing
         return f"trace {self.trace}" + ("" if self.array is None else f":{self.array}")
 
-    def run(self) -> Report:
-        """Outputs are judged by `Report.check`. ConfigError for the trace; what a rank raises."""
+    def run(self, tell: Tell = _silent) -> Report:
+        """Outputs are judged by `Report.check`. ConfigError for the trace; what a rank raises.
+        tell: gets what is done, how much of it, of how much; one rank's thread calls it too."""
         began = time.monotonic()
         with one_thread_a_rank():
-            play = _Play.prepare(self)
+            play, took = _Play.prepare(self, tell)
             board = ThreadBoard(play.layout.num_gpus)
             ranks = [_Rank(play, board, rank) for rank in range(board.size)]
+            what = f"{board.size} ranks, {NUM_STEPS} steps of {NUM_LAYERS} layers each"
+            tell(what, 0, NUM_STEPS * NUM_LAYERS)
+            ranks[0].tell = lambda done: tell(what, done, NUM_STEPS * NUM_LAYERS)
+            started = time.monotonic()
             board.run(lambda rank: ranks[rank].run(), _STACK_BYTES)
+            took["ranks_seconds"] = time.monotonic() - started
+        there, back = (sum(rank.ideal[i] for rank in ranks) for i in range(2))
         report = Report(
             rehearsal=self.name,
             layout=play.layout.name,
@@ -170,8 +120,12 @@ class Rehearsal:
             bytes_sent=sum(rank.stats.bytes_sent for rank in ranks),
             dispatch_bytes=sum(rank.stats.dispatch_bytes for rank in ranks),
             combine_bytes=sum(rank.stats.combine_bytes for rank in ranks),
+            ideal_bytes=there + back,
+            ideal_dispatch_bytes=there,
+            ideal_combine_bytes=back,
             max_error=max(rank.max_error for rank in ranks),
             seconds=round(time.monotonic() - began, 3),
+            **{name: round(seconds, 3) for name, seconds in took.items()},
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
         if sum(rank.num_checked for rank in ranks) != report.tokens:
@@ -213,8 +167,11 @@ class _Play:
     tables: list[list[RoutingTable]]
 
     @classmethod
-    def prepare(cls, asked: Rehearsal) -> _Play:
-        preset, phase, most = REHEARSALS[asked.name]
+    def prepare(cls, asked: Rehearsal, tell: Tell) -> tuple[_Play, dict[str, float]]:
+        """And the seconds that its parts took, by `Report`'s names."""
+        began = time.monotonic()
+        preset, only_decodes, most = REHEARSALS[asked.name]
+        phase = Phase.DECODE if only_decodes else Phase.PREFILL
         layout = PRESETS[preset]
         loads = None if asked.trace is None else _loads_of(asked.trace, asked.array, layout)
         g = torch.Generator().manual_seed(asked.seed)
@@ -223,7 +180,10 @@ class _Play:
         wire = WireFormat(asked.wire)
         inputs, outputs = {}, {}
         counts = np.zeros((NUM_LAYERS, layout.num_logical_experts))
-        for step, rank in np.argwhere(tokens).tolist():
+        busy = np.argwhere(tokens).tolist()
+        what = f"dense reference of {tokens.sum()} tokens"
+        for number, (step, rank) in enumerate(busy):
+            tell(what, number, len(busy))
             x = torch.randn(int(tokens[step, rank]), HIDDEN, generator=g)
             inputs[step, rank] = x
             for layer in range(NUM_LAYERS):
@@ -231,11 +191,17 @@ class _Play:
                 counts[layer] += np.bincount(ids.flatten(), minlength=counts.shape[1])
                 x = x + experts.dense(_as_seen(x, wire), layer, ids, weights)
             outputs[step, rank] = x
+        planned = time.monotonic()
+        tell(f"placement of {layout.num_slots} slots, then again by what was counted", 0, 1)
         placements = _plan(layout, loads, counts)
         tables = [[RoutingTable.build(p, i) for i in range(NUM_LAYERS)] for p in placements]
         # The second half of the steps runs under what the loads of all of them ask for.
         by_step = [step * len(placements) // NUM_STEPS for step in range(NUM_STEPS)]
-        return cls(
+        took = {
+            "reference_seconds": planned - began,
+            "planning_seconds": time.monotonic() - planned,
+        }
+        play = cls(
             layout,
             phase,
             asked.dispatch,
@@ -248,6 +214,7 @@ class _Play:
             [placements[i] for i in by_step],
             [tables[i] for i in by_step],
         )
+        return play, took
 
 
 def _as_seen(x: Tensor, wire: WireFormat) -> Tensor:
@@ -326,7 +293,10 @@ class _Rank:
             deterministic=True,
             wire=play.wire,
         )
-        self._dispatcher: Dispatcher = DISPATCHERS[play.dispatch](self._group, config)
+        self._dispatcher: Dispatcher = THREADED[play.dispatch](self._group, config)
+        self._config = config
+        self.tell: Callable[[int], None] = lambda done: None  # layers done
+        self.ideal = [0, 0]  # bytes there and back that could not be left out
         self.max_error = 0.0
         self.num_checked = 0
 
@@ -363,6 +333,12 @@ class _Rank:
             y, index = self._experts(received, play.placements[step], layer)
             self._dispatcher.combine_start(handle, y, index)
             x = x + (self._dispatcher.combine_finish(handle) + shared)
+            if x.shape[0]:
+                form = self._dispatcher.combine_form
+                ideal = ideal_bytes(self._config, slots, self._group.rank, self._group.size, form)
+                self.ideal[0] += ideal.dispatch
+                self.ideal[1] += ideal.combine
+            self.tell(step * NUM_LAYERS + layer + 1)
         if x.shape[0]:
             error = float((x - play.outputs[key]).abs().max())
             self.max_error = error if not error <= self.max_error else self.max_error

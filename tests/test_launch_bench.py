@@ -37,13 +37,26 @@ def test_a_ratio_is_of_pairs() -> None:
     assert paired_ratio([2.0, 6.0, 2.2], [1.0, 3.0, 1.0]) == 2.0
 
 
-def test_steps_are_told_by_lines_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_told_by_lines_where_no_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line every few seconds; what is over before says nothing."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     for shown in (True, False):
+        now = 0.0
         tell = StepProgress(shown)
-        tell("2 ranks", 1, 10)
-        tell("2 ranks", 2, 10)
+        for step in range(4):
+            tell("2 ranks", step, 10)
+            now += 3
         tell.close()
-    assert capsys.readouterr().err == "moeserve: 2 ranks: step 1 of 10\n"
+    assert capsys.readouterr().err == "moeserve: 2 ranks: 2 of 10 steps, 6 s\n"
+    now = 0.0
+    tell = StepProgress(True, stages=True)
+    for stage in ("drawn", "planned"):
+        tell(stage, 0, 2)
+        tell(stage, 1, 2)
+    assert capsys.readouterr().err == "moeserve: drawn\nmoeserve: planned\n"
 
 
 def test_the_machine_is_told() -> None:

@@ -12,12 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import launch.rehearse
+from dispatch.base import WireFormat
 from dispatch.route import RoutingTable
 from ep.presets import PRESETS
 from launch.cli import app
 from launch.plan import show
-from launch.rehearse import REHEARSALS, Rehearsal, RehearsalFailed
+from launch.rehearse import Rehearsal
+from launch.rehearse_flags import DISPATCHERS, REHEARSALS, WIRES
 from launch.rehearse_model import Experts
+from launch.rehearse_report import RehearsalFailed
 from moeserve.errors import ConfigError
 
 NUMBERS = ("ranks", "tokens", "max_error", "seconds", "peak_memory_bytes")
@@ -33,6 +36,12 @@ def test_320_ranks_say_what_the_dense_reference_says() -> None:
     assert report["idle_rank_steps"] > 320  # one step has work on a single rank
     assert report["tokens"] > 1000 and report["max_error"] == 0
     assert report["peak_memory_bytes"] < 2 << 30
+    parts = [report[f"{part}_seconds"] for part in ("reference", "planning", "ranks")]
+    assert all(seconds > 0 for seconds in parts) and sum(parts) <= report["seconds"] + 0.01
+    assert 0 < report["ideal_dispatch_bytes"] < report["dispatch_bytes"]
+    assert report["ideal_combine_bytes"] == report["combine_bytes"]
+    assert "moeserve: v3-decode-320: dense reference of" in done.stderr
+    assert "320 ranks, 4 steps of 4 layers each" in done.stderr
     assert threading.active_count() < 50
 
 
@@ -80,7 +89,12 @@ def test_rows_in_fp8(wire: str, dispatch: str, capsys: pytest.CaptureFixture[str
     report.check()
     assert report.max_error == 0 and report.wire == wire
     show(report)
-    assert "there (FP8 rows" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "(FP8 rows" in said and "ideal" in said
+    if dispatch == "torch":  # never padded: rows and counts
+        assert (
+            report.ideal_dispatch_bytes < report.dispatch_bytes < 1.1 * report.ideal_dispatch_bytes
+        )
 
 
 def test_the_reference_without_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +121,8 @@ def test_a_wrong_expert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def crossed(placement, layer, device="cpu"):
         table = build(placement, layer, device)
         if layer == 2:
-            table.slots[7] = table.slots[8]
+            for field in (table.slots, table.count):
+                field[[7, 8]] = field[[8, 7]]
         return table
 
     monkeypatch.setattr(RoutingTable, "build", crossed)
@@ -131,12 +146,25 @@ def test_what_was_typed_is_checked_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Rehearsal("v3", routing="trace", seed=-1, dispatch="pigeon", wire="fp4")
     said = str(caught.value).splitlines()
-    assert any("--wire fp4: valid are model, fp8, fp8_ue8m0" in line for line in said)
+    assert any("--wire fp4: must be one of model, fp8, fp8_ue8m0; nearest" in x for x in said)
     assert len(said) == 5 and all(any(name in line for line in said) for name in REHEARSALS)
+    with pytest.raises(ConfigError, match="--rehearse v3-decode-32: .*; nearest: v3-decode-320"):
+        Rehearsal("v3-decode-32")
+    assert Rehearsal("decode-ep320").name == "v3-decode-320"
     with pytest.raises(ConfigError, match="goes with --routing trace"):
         Rehearsal("v3-prefill-32", trace=tmp_path / "x.npz")
     np.savez(tmp_path / "few.npz", loads=np.ones((2, 64)))
     with pytest.raises(ConfigError, match="64 experts a layer; prefill-ep32 has 256"):
         Rehearsal("v3-prefill-32", "trace", tmp_path / "few.npz").run()
-    with pytest.raises(ConfigError, match="none.npz: cannot be read"):
-        Rehearsal("v3-prefill-32", "trace", tmp_path / "none.npz").run()
+    with pytest.raises(ConfigError, match="none.npz: no such file"):
+        Rehearsal("v3-prefill-32", "trace", tmp_path / "none.npz")
+    with pytest.raises(ConfigError, match="none: no such file$"):
+        Rehearsal("v3-prefill-32", "trace", tmp_path / "none")
+    with pytest.raises(ConfigError, match="must end in one of .npz"):
+        Rehearsal("v3-prefill-32", "trace", Path(__file__).parent / "conftest.py")
+
+
+def test_names_written_down_are_those_that_there_are() -> None:
+    assert tuple(launch.rehearse.THREADED) == DISPATCHERS
+    assert tuple(wire.value for wire in WireFormat) == WIRES
+    assert all(layout in PRESETS for layout, _, _ in REHEARSALS.values())

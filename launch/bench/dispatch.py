@@ -16,10 +16,11 @@ from moeserve.errors import MoeserveError
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
+    from launch.bench.dispatch_rank import Measured
 
 
 class NothingMeasured(MoeserveError):
-    """Each backend that was asked for refuses."""
+    """A backend that was asked for by name refuses everything, or all do."""
 
 
 class BackendFailed(MoeserveError):
@@ -38,10 +39,6 @@ class DispatchBench:
         NothingMeasured, BackendFailed."""
         env = RankEnv.read(os.environ)
         asked = self.flags.check(None if env is None else env.size)
-        if env is None and asked.skew.trace is not None:
-            from launch.bench.dispatch_work import read_loads
-
-            read_loads(asked.skew, asked.experts, asked.seed)  # a bad file is told once
         run_ranks(asked.ranks[-1], lambda env, group: self._on_rank(asked, env, group))
 
     def _on_rank(self, asked: Asked, env: RankEnv, group: EPGroup) -> None:
@@ -55,27 +52,29 @@ class DispatchBench:
         finally:
             progress.close()
         if group.rank == 0:
-            self._show(asked, found.rows, found.loads, place.transport)
-            if not any(row["ok"] for row in found.rows):
-                raise NothingMeasured("\n".join(found.refusals()))
-            if failures := found.failures():
-                raise BackendFailed("\n".join(failures))
+            self._show(asked, found, place.transport)
 
-    def _show(
-        self, asked: Asked, rows: list[dict[str, object]], loads: str, transport: str
-    ) -> None:
-        from launch.bench.dispatch_show import as_json, show
+    def _show(self, asked: Asked, found: Measured, transport: str) -> None:
+        """Everything that was measured, and why the rest was not: once, as the error where it is
+        one."""
+        from launch.bench import dispatch_refused as refused
+        from launch.bench.dispatch_show import Result, as_json, show
         from launch.bench.machine import describe_machine
         from launch.bench.screen import last_line
 
-        machine = describe_machine()
-        if asked.plot is not None and any(row["ok"] for row in rows):
+        rows, entries = found.measured, refused.not_measured(asked, found.refused)
+        result = Result(asked, rows, entries, found.loads, transport, describe_machine())
+        missing = refused.missing(asked, entries, rows)
+        if self.as_json:
+            last_line(as_json(result))
+        else:
+            show(result, [entry for entry in entries if entry not in missing])
+        if asked.plot is not None and rows:
             from launch.bench.dispatch_picture import draw
 
-            draw(rows, f"{transport}; {loads}", asked.plot)
-        if self.as_json:
-            last_line(as_json(asked, rows, loads, transport, machine))
-        else:
-            show(asked, rows, loads, transport, machine)
-            if asked.plot is not None:
-                print(f"picture: {asked.plot}")
+            draw(result, asked.plot)
+            if not self.as_json:
+                print(f"picture: {asked.plot}", flush=True)
+        if missing:
+            kind = BackendFailed if any(entry["failed"] for entry in missing) else NothingMeasured
+            raise kind("\n".join(f"not measured: {line}" for line in refused.lines(missing, rows)))

@@ -10,14 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dispatch import dispatcher_names, emulated_names
+from launch.choices import not_one_of, whole_number
 from launch.experts.units import parse_numbers
 from moeserve.errors import ConfigError
 
-TOKENS, HIDDEN = (1, 8, 64, 512), (7168,)
+# How results come home where a backend does it one way only: its class says so too, but to ask that
+# would load torch; a test holds the two together.
+ONLY_FORM = dict.fromkeys(("deepep_ll", "deepep_normal", "deepep_v2"), "summed") | {
+    "nvshmem": "pairs"
+}
+ALL, AUTO = "all", "auto"
 WIRES = ("model", "fp8", "fp8_ue8m0")
 FORMS = ("pairs", "summed")
+EXPERTS, TOKENS, HIDDEN = 256, (1, 8, 64, 512), (7168,)
+# With --emulate: a size that every library takes on 2 to 16 ranks (nvshmem at most 16 experts a
+# rank, deepep_ll hidden sizes of a list), and that its emulation in Python does in seconds.
+EMULATED_EXPERTS, EMULATED_TOKENS, EMULATED_HIDDEN = 32, (1, 8, 64), (2048,)
+MOST_RANKS, MOST = 1024, 10**9
 DEVICES = ("auto", "cpu", "cuda")
 SWEEPS = ("ranks", "tokens", "hidden")
+SKEWS = ("uniform", "zipf:S", "trace")
 PICTURES = (".png", ".svg")
 # What a sweep tries where the flag itself does not say.
 SWEPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -66,6 +79,7 @@ class Asked:
 
     cells: tuple[Cell, ...]
     contenders: tuple[Contender, ...]
+    named: tuple[str, ...]  # backends that must be measured; none of them with "all"
     top_k: int
     experts: int
     redundant: int
@@ -84,89 +98,104 @@ class Asked:
 
 @dataclass(frozen=True)
 class DispatchFlags:
-    """As they were typed."""
+    """As they were typed; None: not given."""
 
-    backends: str = "all"
-    ep: int | None = None
+    backends: str = ALL
+    ep: int | str | None = None
     tokens: str | None = None
     hidden: str | None = None
-    top_k: int = 8
-    experts: int = 256
-    redundant: int = 0
+    top_k: int | str = 8
+    experts: int | str | None = None
+    redundant: int | str = 0
     skew: str = "uniform"
     trace: Path | None = None
     array: str | None = None
     wire: str = "model,fp8"
-    form: str = "pairs"
-    steps: int = 20
-    warmup: int = 3
+    form: str = AUTO
+    steps: int | str = 20
+    warmup: int | str = 3
     emulate: bool = False
     device: str = "auto"
     sweep: str | None = None
-    seed: int = 0
+    seed: int | str = 0
     plot: Path | None = None
 
-    def num_ranks(self, of_job: int | None) -> int:
-        """of_job: ranks of the job that this process is in, where it is in one."""
-        default = SWEPT_RANKS if self.sweep == "ranks" else RANKS
-        return self.ep or of_job or default
-
     def check(self, of_job: int | None = None) -> Asked:
-        """ConfigError lists every problem."""
+        """ConfigError lists every problem; TraceError for a file of loads that is none. of_job:
+        ranks of the job that this process is in, where it is in one. Loads no torch."""
         problems: list[str] = []
         wires = _names("--wire", self.wire, WIRES, problems)
-        forms = _names("--form", self.form, FORMS, problems)
+        forms = _names("--form", self.form, (AUTO, *FORMS), problems)
         backends = self._backends(problems)
-        most = self.num_ranks(of_job)
-        if of_job is not None and self.ep not in (None, of_job):
-            problems.append(
-                f"--ep {self.ep}: this job was started with WORLD_SIZE={of_job} ranks; leave it "
-                f"out or give --ep {of_job}"
-            )
-        if self.device not in DEVICES:
-            problems.append(f"--device {self.device!r}: valid are {', '.join(DEVICES)}")
-        if self.sweep is not None and self.sweep not in SWEEPS:
-            problems.append(f"--sweep {self.sweep!r}: valid are {', '.join(SWEEPS)}")
-        if self.sweep == "ranks" and most < 2:
-            problems.append("--sweep ranks: with --ep 1 there is nothing to grow; give --ep 2 up")
-        if self.top_k > self.experts:
-            problems.append(
-                f"--top-k {self.top_k}: of {self.experts} experts; at most {self.experts}"
-            )
+        most = self._most_ranks(of_job, problems)
+        for flag, value, valid in (
+            ("--device", self.device, DEVICES),
+            ("--sweep", self.sweep, SWEEPS),
+        ):
+            if value is not None and value not in valid:
+                problems.append(not_one_of(flag, value, valid))
+        top_k = whole_number("--top-k", self.top_k, 1, MOST, problems)
+        redundant = whole_number("--redundant", self.redundant, 0, MOST, problems)
+        steps = whole_number("--steps", self.steps, 1, MOST, problems)
+        warmup = whole_number("--warmup", self.warmup, 0, MOST, problems)
+        seed = whole_number("--seed", self.seed, 0, MOST, problems)
         skew = self._skew(problems)
+        experts = self._experts(skew, problems)
+        if experts is not None and top_k > experts:
+            problems.append(
+                f"--top-k {top_k}: of {experts} experts; must be at most {experts}; nearest valid: "
+                f"{experts}"
+            )
         if self.plot is not None:
             problems += picture_problems(self.plot)
         cells = self._cells(most, problems)
         if problems:
             raise ConfigError(problems)
+        assert experts is not None
+        contenders = [
+            Contender(name, wire, ONLY_FORM.get(name, FORMS[0]) if form == AUTO else form, emulated)
+            for name, emulated in backends
+            for wire in wires
+            for form in forms
+        ]
         return Asked(
             cells=cells,
-            contenders=tuple(
-                Contender(name, wire, form, emulated)
-                for name, emulated in backends
-                for wire in wires
-                for form in forms
-            ),
-            top_k=self.top_k,
-            experts=self.experts,
-            redundant=self.redundant,
+            contenders=tuple(dict.fromkeys(contenders)),
+            named=() if self.backends.strip() == ALL else tuple(name for name, _ in backends),
+            top_k=top_k,
+            experts=experts,
+            redundant=redundant,
             skew=skew,
-            steps=self.steps,
-            warmup=self.warmup,
+            steps=steps,
+            warmup=warmup,
             device=self.device,
             sweep=self.sweep,
-            seed=self.seed,
+            seed=seed,
             plot=self.plot,
         )
 
+    def _most_ranks(self, of_job: int | None, problems: list[str]) -> int:
+        default = of_job or (SWEPT_RANKS if self.sweep == "ranks" else RANKS)
+        if self.ep is None:
+            most = default
+        else:
+            most = whole_number("--ep", self.ep, 1, MOST_RANKS, problems, default)
+        if of_job is not None and most != of_job:
+            problems.append(
+                f"--ep {most}: this job was started with WORLD_SIZE={of_job} ranks; leave it "
+                f"out or give --ep {of_job}"
+            )
+        if self.sweep == "ranks" and most < 3:
+            problems.append(
+                f"--sweep ranks: up to {most} there is no growth to see; give --ep 4 or more"
+            )
+        return most
+
     def _backends(self, problems: list[str]) -> list[tuple[str, bool]]:
         """Names, and which are to be emulated."""
-        from dispatch import dispatcher_names, emulated_names
-
-        known, emulations = dispatcher_names(), emulated_names()
-        names = known
-        if self.backends != "all":
-            names = _names("--dispatch", self.backends, known, problems, "all")
+        names, emulations = dispatcher_names(), emulated_names()
+        if self.backends.strip() != ALL:
+            names = _names("--dispatch", self.backends, names, problems, ALL)
         if self.emulate and names and not set(names) & set(emulations):
             problems.append(
                 f"--emulate: of {self.backends} there is no emulation; name one of "
@@ -174,19 +203,35 @@ class DispatchFlags:
             )
         return [(name, self.emulate and name in emulations) for name in names]
 
+    def _experts(self, skew: Skew, problems: list[str]) -> int | None:
+        """None: not known, for the file of loads is not there."""
+        given = None
+        if self.experts is not None:
+            given = whole_number("--experts", self.experts, 1, MOST, problems)
+        if skew.trace is None or not skew.trace.is_file():
+            return given or (EMULATED_EXPERTS if self.emulate else EXPERTS)
+        from ep.trace import read_trace
+
+        held = int(read_trace(skew.trace, skew.array).totals.shape[1])
+        if given not in (None, held):
+            problems.append(
+                f"--experts {given}: {skew.trace} has {held} experts a layer; leave it out or give "
+                f"--experts {held}"
+            )
+        return held
+
     def _skew(self, problems: list[str]) -> Skew:
         kind, _, value = self.skew.partition(":")
-        valid = "uniform, zipf:S with S >= 0 such as zipf:1.0, or trace FILE"
         trace = self.trace
         if kind == "trace":
             trace = Path(value) if value else self.trace
             if trace is None:
                 problems.append("--skew trace: give the file too: --skew trace FILE")
             elif not trace.is_file():
-                problems.append(f"--skew trace {str(trace)!r}: no such file")
+                problems.append(f"--skew trace {trace}: no such file")
             return Skew(trace=trace, array=self.array)
         if self.array is not None:
-            problems.append(f"--array {self.array!r}: of a file, which goes with --skew trace")
+            problems.append(f"--array {self.array}: of a file, which goes with --skew trace")
         if trace is not None:
             problems.append(f"{trace}: a file of loads goes with --skew trace")
         if kind == "zipf":
@@ -196,27 +241,40 @@ class DispatchFlags:
                 exponent = -1.0
             if 0 <= exponent < 100:
                 return Skew(exponent)
-        elif self.skew == "uniform":
-            return Skew()
-        problems.append(f"--skew {self.skew!r}: valid are {valid}")
+            problems.append(
+                f"--skew {self.skew}: must be zipf:S with a number S from 0 to 100, such as zipf:1"
+            )
+        elif self.skew != "uniform":
+            problems.append(not_one_of("--skew", self.skew, SKEWS, {"zipf": "zipf:S"}))
         return Skew()
 
     def _cells(self, most: int, problems: list[str]) -> tuple[Cell, ...]:
         tokens: Sequence[int] = TOKENS if self.sweep in (None, "tokens") else OTHER_TOKENS
+        hidden: Sequence[int] = SWEPT_HIDDEN if self.sweep == "hidden" else HIDDEN
+        if self.emulate:
+            tokens = [n for n in tokens if n <= EMULATED_TOKENS[-1]]
+            hidden = hidden if self.sweep == "hidden" else EMULATED_HIDDEN
         if self.sweep == "tokens":
             tokens = SWEPT_TOKENS
-        hidden: Sequence[int] = SWEPT_HIDDEN if self.sweep == "hidden" else HIDDEN
-        try:
-            if self.tokens is not None:
-                tokens = parse_numbers("--tokens", self.tokens, 1)
-            if self.hidden is not None:
-                hidden = parse_numbers("--hidden", self.hidden, 1)
-        except ConfigError as error:
-            problems += error.problems
-            return ()
-        return tuple(
-            Cell(r, h, t) for r in self._ranks(most) for h in sorted(hidden) for t in sorted(tokens)
-        )
+        ranks = self._ranks(most)
+        for flag, text in (("--tokens", self.tokens), ("--hidden", self.hidden)):
+            if text is None:
+                continue
+            try:
+                numbers = sorted(parse_numbers(flag, text, 1))
+            except ConfigError as error:
+                problems += [p.replace(repr(text), text or "''") for p in error.problems]
+                continue
+            if self.sweep == flag[2:] and len(numbers) == 1:
+                problems.append(
+                    f"--sweep {self.sweep}: {flag} {text} is one value, and a sweep wants several, "
+                    f"such as {flag} {numbers[0]},{2 * numbers[0]},{4 * numbers[0]}"
+                )
+            if flag == "--tokens":
+                tokens = numbers
+            else:
+                hidden = numbers
+        return tuple(Cell(r, h, t) for r in ranks for h in sorted(hidden) for t in sorted(tokens))
 
     def _ranks(self, most: int) -> list[int]:
         if self.sweep != "ranks":
@@ -231,8 +289,10 @@ def _names(
     """The names of a comma-separated list, each once."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in valid:
-            problems.append(f"{flag} {name!r}: unknown; valid are {', '.join([*others, *valid])}")
+        if name in others:
+            problems.append(f"{flag} {text}: {name} goes alone")
+        elif name not in valid:
+            problems.append(not_one_of(flag, name, [*others, *valid]))
     return [name for name in names if name in valid]
 
 
@@ -240,10 +300,10 @@ def picture_problems(path: Path) -> list[str]:
     """Of a file that --plot names."""
     problems = []
     if path.suffix not in PICTURES:
-        problems.append(f"--plot {str(path)!r}: must end in {' or '.join(PICTURES)}")
+        problems.append(f"--plot {path}: must end in {' or '.join(PICTURES)}")
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        problems.append(f"--plot {str(path)!r}: {str(folder)!r} cannot be written to")
+        problems.append(f"--plot {path}: {folder} is no folder that can be written to")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

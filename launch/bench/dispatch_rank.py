@@ -20,14 +20,15 @@ from ep.group import EPGroup
 from ep.peer_loss import is_lost_peer
 from launch.bench.dispatch_check import SMALL, run_layer, seen, wanted, wrong_home, wrong_in_small
 from launch.bench.dispatch_flags import Asked, Cell, Contender
+from launch.bench.dispatch_refused import FAILED
 from launch.bench.dispatch_time import LayerRunner, PlainExchange, Sent, time_steps
 from launch.bench.dispatch_work import DTYPE, LeastBytes, Work, read_loads
 from launch.bench.figures import Spread, paired_ratio
 from launch.bench.ranks import Place
 from moeserve.errors import MoeserveError, one_line
 from moeserve.lockstep import gather_objects
+from moeserve.terminal import counted
 
-FAILED = "failed: "  # begins a reason that is no refusal but an error
 _MEMORY_SHARE = 0.5  # of what is free on the machine, for all ranks' results in flight
 
 
@@ -42,22 +43,19 @@ class Measured:
     rows: list[dict[str, Any]]
     loads: str  # what was drawn, in words
 
-    def failures(self) -> list[str]:
-        """Of those that broke where they should have run or refused, each once."""
-        return [said for said in self.refusals() if FAILED in said]
+    @property
+    def measured(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["ok"]]
 
-    def refusals(self) -> list[str]:
-        """Of those that never ran, each reason once."""
-        return list(
-            dict.fromkeys(
-                f"dispatcher {r['backend']!r}: {r['reason']}" for r in self.rows if not r["ok"]
-            )
-        )
+    @property
+    def refused(self) -> list[dict[str, Any]]:
+        """Rows without times, each with a reason."""
+        return [row for row in self.rows if not row["ok"]]
 
 
 def measure(asked: Asked, place: Place, tell: Callable[[str, int, int], None]) -> Measured:
-    """Every cell that this rank takes part in; WrongResult on every rank of it alike. tell: where,
-    steps done, steps in all."""
+    """Every cell that this rank takes part in; WrongResult on every rank of it alike. tell: what is
+    done where, steps done, steps in all."""
     loads, told = read_loads(asked.skew, asked.experts, asked.seed)
     rows: list[dict[str, Any]] = []
     steps = asked.warmup + asked.steps
@@ -65,10 +63,11 @@ def measure(asked: Asked, place: Place, tell: Callable[[str, int, int], None]) -
         group = place.groups.get(cell.ranks)
         if group is not None:
             work = Work.draw(asked, cell, group.rank, loads)
-            where = _name(cell)
-            rows += _CellRun(asked, cell, group, work, place.device).run(
-                lambda done, n=number, w=where: tell(w, n * steps + done, len(asked.cells) * steps)  # type: ignore[misc]
-            )
+
+            def told_of(what: str, done: int, before: int = number * steps) -> None:
+                tell(what, before + done, len(asked.cells) * steps)
+
+            rows += _CellRun(asked, cell, group, work, place.device).run(told_of)
         _wait_for_all(place.group)
     return Measured(rows, told)
 
@@ -83,10 +82,12 @@ class _CellRun:
         self.work, self.device = work, device
         self._least: dict[tuple[str, str], LeastBytes] = {}
 
-    def run(self, tell: Callable[[int], None]) -> list[dict[str, Any]]:
+    def run(self, tell: Callable[[str, int], None]) -> list[dict[str, Any]]:
         opened: dict[Contender, Dispatcher] = {}
         refused: dict[Contender, str] = {}
+        where = _name(self.cell)
         for contender in self.asked.contenders:
+            tell(f"{where}, checking {contender.backend}", 0)
             answer = self._open(contender)
             if isinstance(answer, str):
                 refused[contender] = answer
@@ -99,7 +100,9 @@ class _CellRun:
                 kind: PlainExchange(self.group, self._least_of(*kind), self.device)
                 for kind in dict.fromkeys((c.wire, c.form) for c in opened)
             }
-        sent = time_steps(runners, plain, self.asked.steps, self.asked.warmup, tell)
+        sent = time_steps(
+            runners, plain, self.asked.steps, self.asked.warmup, lambda n: tell(where, n)
+        )
         slowest = {kind: exchange.times.slowest(self.group) for kind, exchange in plain.items()}
         rows = []
         for contender in self.asked.contenders:
@@ -253,7 +256,8 @@ def _against(
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.ranks} ranks, {cell.tokens} tokens, hidden {cell.hidden}"
+    ranks, tokens = counted(cell.ranks, "rank"), counted(cell.tokens, "token")
+    return f"{ranks}, {tokens} a rank, hidden {cell.hidden}"
 
 
 def _wait_for_all(group: EPGroup) -> None:

@@ -1,44 +1,63 @@
-"""What `bench dispatch` found, on the screen and as JSON: a table for each number of ranks and each
-hidden size, what was emulated or drawn in plain words, refusals with their reasons.
+"""What `bench dispatch` found, as text and as JSON: what was drawn or emulated in plain words, then
+the tables (`dispatch_tables`), then what was not measured.
 
-Knows rich and rows of measurements; nothing of how they were made.
+Knows results; nothing of how they were made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.dispatch_flags import Asked
+from launch.bench.dispatch_refused import Row, lines
+from launch.bench.dispatch_tables import spread_names, tables, width_of
 from launch.bench.screen import wide_console
 from moeserve.terminal import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
-LEGEND = (
-    "over steps, of each step's slowest rank. MB, GB/s: all ranks together, both ways; ideal: each "
-    "token once for each other rank that wants it (hidden, scales, ids, weights), results as the "
-    "form says. plain: all_to_all_single of the ideal bytes in the same steps; x plain: median of "
-    "the steps' ratios."
-)
-_FULL_WIDTH = 146
+FORMS_TOLD = {
+    "pairs": "pairs: results come home one by one, summed there in routing order (deterministic)",
+    "summed": "summed: a rank's results of a token come home as one row",
+}
 EMULATED = (
-    "emulated: a library's calls, limits and layouts in Python over gloo. Its times say nothing of "
-    "the library's; its bytes are what the library would send."
+    "* emulated: a library's calls, limits and layouts in Python over gloo. Its times say nothing "
+    "of the library's; its bytes are what the library would send."
 )
 
 
-def as_json(
-    asked: Asked, rows: list[dict[str, Any]], loads: str, transport: str, machine: dict[str, Any]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Result:
+    """rows: as measured, in JSON's types. entries: what was not measured (`dispatch_refused`).
+    loads: what was drawn, in words."""
+
+    asked: Asked
+    rows: list[Row]
+    entries: list[Row]
+    loads: str
+    transport: str
+    machine: dict[str, Any]
+
+    def made_on(self) -> str:
+        """Machine and versions, for whoever compares figures."""
+        m = self.machine
+        changed = ", with changes" if m.get("changed") else ""
+        commit = f", moeserve commit {m['commit']}{changed}" if m["commit"] else ""
+        return f"{m['cpu']}, {counted(m['cores'], 'core')}, torch {m['torch']}{commit}"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    asked, transport = result.asked, result.transport
     return {
         "command": "bench dispatch",
-        "machine": machine,
+        "machine": result.machine,
         "transport": transport,
         "device": "cuda" if transport.startswith("NCCL") or "GPU" in transport else "cpu",
-        "skew": loads,
+        "skew": result.loads,
         "experts": asked.experts,
         "redundant": asked.redundant,
         "top_k": asked.top_k,
@@ -46,152 +65,68 @@ def as_json(
         "warmup": asked.warmup,
         "seed": asked.seed,
         "sweep": asked.sweep,
-        "said": list(words(asked, rows, loads, transport)),
-        "rows": rows,
+        "said": list(words(result)),
+        "rows": result.rows,
+        "not_measured": result.entries,
     }
 
 
-def words(
-    asked: Asked, rows: Sequence[dict[str, Any]], loads: str, transport: str
-) -> Iterator[str]:
+def words(result: Result) -> Iterator[str]:
     """What must be known of the figures, a sentence each."""
-    yield f"transport: {transport}."
+    asked, rows = result.asked, result.rows
+    yield f"transport: {result.transport}."
     busiest = [row["busiest"] for row in rows]
-    span = (
-        f"{min(busiest):.2f}"
-        if max(busiest) - min(busiest) < 0.005
-        else (f"{min(busiest):.2f} to {max(busiest):.2f}")
-    )
-    copies = f", {counted(asked.redundant, 'copy').replace('copys', 'copies')}"
+    span = f"{min(busiest):.2f}" if busiest else ""
+    if busiest and max(busiest) - min(busiest) >= 0.005:
+        span += f" to {max(busiest):.2f}"
+    most = f"; the busiest rank has {span} times the mean rank's picks" if span else ""
+    copies = f", {asked.redundant} {'copy' if asked.redundant == 1 else 'copies'}"
     yield (
         f"work: {counted(asked.experts, 'expert')}{copies if asked.redundant else ''}, top-"
-        f"{asked.top_k}, picks drawn {loads}; the busiest rank has {span} times the mean rank's "
-        "picks. Experts are stand-ins and are not timed, nor is rounding to FP8 before dispatch."
+        f"{asked.top_k}, picks drawn {result.loads}{most}. Experts are stand-ins and are not timed,"
+        " nor is rounding to FP8 before dispatch."
     )
-    if any(row["emulated"] and row["ok"] for row in rows):
+    if any(row["emulated"] for row in rows):
         yield EMULATED
-    notes = {
-        f"{backend_of(row)}: {note}" for row in rows if row["ok"] for note in row.get("notes", ())
-    }
-    yield from sorted(notes)
-    if any(row["ok"] for row in rows):
+    forms = [form for form in FORMS_TOLD if any(row["form"] == form for row in rows)]
+    if forms:
+        yield f"form {'; '.join(FORMS_TOLD[form] for form in forms)}."
+    yield from sorted({f"{row['backend']}: {n}" for row in rows for n in row.get("notes", ())})
+    if rows:
         yield "checked: every backend's results, before it was timed, against the slow twin."
 
 
-def show(
-    asked: Asked, rows: list[dict[str, Any]], loads: str, transport: str, machine: dict[str, Any]
-) -> None:
-    """Tables on stdout."""
+def show(result: Result, refused: Sequence[Row], console: Console | None = None) -> None:
+    """On stdout. refused: of the entries those that are not told as an error."""
     from rich.text import Text
 
-    console = wide_console()
-    for line in words(asked, rows, loads, transport):
-        console.print(Text(line))
-    where = f"{machine['cpu']}, {counted(machine['cores'], 'core')}"
-    console.print(Text(f"machine: {where}, torch {machine['torch']}{machine['commit']}."))
-    measured = [row for row in rows if row["ok"]]
-    full = console.width >= _FULL_WIDTH
-    by_size = groupby(measured, key=lambda r: (r["ranks"], r["hidden"]))
-    for (ranks, hidden), group in by_size:
-        console.print(_table(ranks, hidden, list(group), full))
-    if measured:
-        told = "median p90 p99" if full else "median (p90, p99: from 146 columns up)"
-        console.print(Text(f"ms: {told} {LEGEND}", style="dim"))
-    for who, why in refusals(rows):
-        hint = " (here: --form summed)" if "deterministic mode" in why else ""
-        console.print(Text(f"not measured: {who}: {why}{hint}", style="yellow"))
+    console = console or wide_console()
+    if result.rows:
+        for line in words(result):
+            console.print(Text(line))
+        console.print(Text(f"machine: {result.made_on()}."))
+    for (ranks, hidden), rows in groupby(result.rows, key=lambda r: (r["ranks"], r["hidden"])):
+        title = f"{counted(ranks, 'rank')}, hidden {hidden}"
+        made = tables(title, list(rows), result.asked.steps, console)
+        # A narrow terminal may wrap a table, but no number is ever cut.
+        width, most = console.width, max(width_of(table, console) for table in made)
+        console.width = max(width, most)
+        for table in made:
+            console.print(table)
+        console.width = width
+    if result.rows:
+        console.print(Text(_legend(result.asked.steps), style="dim"))
+    for line in lines(refused, result.rows):
+        console.print(Text(f"not measured: {line}", style="yellow"))
 
 
-def refusals(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Who and why. Wire and form are named where a backend does not refuse all for that reason,
-    sizes where it ran at others."""
-    ran = {_way(row) for row in rows if row["ok"]}
-    ways: dict[str, set[str]] = {}  # of each backend
-    refused: dict[str, dict[str, set[str]]] = {}  # reason -> backend -> ways
-    sizes: dict[tuple[str, str], str] = {}
-    for row in rows:
-        name, way = backend_of(row), _way(row)
-        ways.setdefault(name, set()).add(way)
-        if not row["ok"]:
-            refused.setdefault(row["reason"], {}).setdefault(name, set()).add(way)
-            size = f"{row['ranks']} ranks, {row['tokens']} tokens, hidden {row['hidden']}"
-            sizes.setdefault((row["reason"], way), size)
-    found = []
-    for reason, backends in refused.items():
-        names = []
-        for name, its in backends.items():
-            if its == ways[name] and not its & ran:
-                names.append(name)
-                continue
-            names += [f"{way} ({sizes[reason, way]})" if way in ran else way for way in sorted(its)]
-        found.append((_joined(names), reason))
-    return found
-
-
-def _joined(names: list[str], most: int = 4) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _way(row: dict[str, Any]) -> str:
-    return f"{backend_of(row)} {row['wire']} {row['form']}"
-
-
-def backend_of(row: dict[str, Any]) -> str:
-    return f"{row['backend']} (emulated)" if row["emulated"] else str(row["backend"])
-
-
-def _table(ranks: int, hidden: int, rows: list[dict[str, Any]], full: bool) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title=f"{counted(ranks, 'rank')}, hidden {hidden}",
-        box=SIMPLE_HEAD,
-        title_justify="left",
-        collapse_padding=True,
-        pad_edge=False,
+def _legend(steps: int) -> str:
+    names = spread_names(steps)
+    told = "; p90 from 10 steps on, p99 from 100"
+    return (
+        f"ms: {' '.join(names)} over {counted(steps, 'step')}, of each step's slowest rank"
+        f"{told if len(names) < 3 else ''}. MB, GB/s: all ranks together, both ways; ideal: each "
+        "token once for each other rank that wants it (hidden, scales, ids, weights), results as "
+        "the form says. plain: all_to_all_single of the ideal bytes in the same steps; x plain: "
+        "median of the steps' ratios."
     )
-    several = len({row["form"] for row in rows}) > 1
-    left = ("backend", "wire", "form") if several else ("backend", "wire")
-    for name in (
-        *("tokens", *left, "dispatch\nms", "combine\nms", "both\nms", "GB/s", "MB", "ideal\nMB"),
-        *("sent /\nideal", "plain\nms", "plain\nGB/s", "x\nplain"),
-    ):
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    before = None
-    for row in rows:
-        if before is not None and row["tokens"] != before:
-            table.add_section()
-        names = [backend_of(row), row["wire"], *([row["form"]] if several else [])]
-        table.add_row(
-            str(row["tokens"]) if row["tokens"] != before else "", *names, *_cells(row, full)
-        )
-        before = row["tokens"]
-    return table
-
-
-def _cells(row: dict[str, Any], full: bool) -> list[str]:
-    whole, plain = row["bytes"]["both"], row["plain_ms"]
-    return [
-        *(_spread(row[f"{part}_ms"], full) for part in ("dispatch", "combine", "both")),
-        _number(row["gb_per_s"]),
-        _number(whole["sent"] / 1e6),
-        _number(whole["ideal"] / 1e6),
-        "-" if whole["ratio"] is None else f"{whole['ratio']:.2f}",
-        "-" if plain is None else _number(plain["median"]),
-        "-" if plain is None else _number(row["plain_gb_per_s"]),
-        "-" if plain is None else _number(row["times_plain"]),
-    ]
-
-
-def _spread(ms: dict[str, float], full: bool) -> str:
-    names = ("median", "p90", "p99") if full else ("median",)
-    return " ".join(_number(ms[name]) for name in names)
-
-
-def _number(value: float) -> str:
-    """Three digits that count, of small numbers two."""
-    if value >= 1:
-        return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    return f"{value:.2f}" if value >= 0.1 or not value else f"{value:.2g}"

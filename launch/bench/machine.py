@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,16 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),  # a client need not load it
-        "commit": commit_of(HOME),
+        **_commit(),
         "load": load,
     }
+
+
+def _commit() -> dict[str, Any]:
+    """Of our own code; "" outside a checkout. changed: files differ from it."""
+    said = commit_of(HOME)
+    found = re.search(r"commit ([0-9a-f]{7,})", said)
+    return {"commit": found[1] if found else "", "changed": "with changes" in said}
 
 
 def cpu_name() -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.env import RankEnv
 from moeserve.errors import ConfigError
+from moeserve.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +55,16 @@ def run_ranks(num_ranks: int, body: Callable[[RankEnv, EPGroup], None]) -> None:
     env = RankEnv.read(os.environ)
     if env is None and num_ranks > 1:
         from launch.job import run_job
+        from launch.processes import leave
         from launch.serve import end_job
 
         try:
             failure = run_job(num_ranks, sys.argv[1:], endless=False)
         except ConfigError as error:
             raise ConfigError([_words(problem) for problem in error.problems]) from None
+        if failure is not None and failure.told:  # what came of the measurement, no rank's death
+            say(failure.reason)
+            leave(failure.exit_code)
         end_job(failure, num_ranks)
     from launch.rank import RankProcess, run_alone
     from moeserve.config import ServeConfig
