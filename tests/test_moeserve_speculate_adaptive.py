@@ -71,6 +71,10 @@ def test_acceptance_by_position_finds_the_rates_it_was_fed() -> None:
     assert known.by_position == pytest.approx(reach, abs=0.03)
     assert known.mean_accepted == pytest.approx(reach.sum(), abs=0.05)
     assert known.reach("r1").tolist() == np.cumprod(known.rates("r1")).tolist()
+    assert known.reaches(["r1", "new"]).tolist() == [
+        known.reach("r1").tolist(),
+        known.reach().tolist(),
+    ]
 
 
 def test_a_sequence_leaves_the_average_and_positions_not_tried_follow_their_neighbour() -> None:
@@ -285,3 +289,58 @@ def test_a_fixed_depth_is_kept() -> None:
         rate_at([offer], Costs(20 * MS, MS, MS), 3) / rate_at([offer], Costs(20 * MS, MS, MS), 0)
     )
     assert make_offer(np.zeros((0, 3)), rooms(0), 0.0, 5) == Offer.none(3)
+
+
+# -- the whole loop -------------------------------------------------------------------------------
+
+
+def drive(
+    batch: int,
+    rates: list[float],
+    costs: tuple[float, float, float],
+    policy: AdaptiveDepth | FixedDepth,
+    steps: int,
+) -> float:
+    """Tokens a second of a simulated engine with these true chances and costs (seconds: fixed, a
+    token, a round), measured times shaken by a tenth and, now and then, tripled."""
+    rng = random.Random(batch)
+    known, model = Acceptance(len(rates)), CostModel()
+    ids = [f"r{i}" for i in range(batch)]
+    room = rooms(batch, len(rates))
+    counts = np.zeros(batch, np.int64)
+    depth, tokens, time = 0, 0, 0.0
+    for _ in range(steps):
+        for i, count in zip(ids, counts.tolist(), strict=True):
+            right = next((d for d in range(count) if rng.random() > rates[d]), count)
+            known.add(i, count, right)
+            tokens += right + 1
+        rows = batch + int(counts.sum())
+        reach = known.reaches(ids)
+        offer = policy.offer(reach, room, 1000)
+        depth = policy.agree([offer], model.costs())
+        counts = policy.allot(reach, room, 1000)
+        noise = rng.uniform(0.9, 1.1) * (3 if rng.random() < 0.02 else 1)
+        step, drafting = (costs[0] + costs[1] * rows), costs[2] * depth
+        model.add(rows, step * noise, depth, drafting * noise)
+        time += step + drafting
+    return tokens / time
+
+
+@pytest.mark.parametrize(
+    ("batch", "rates", "costs"),
+    [
+        (1, [0.88, 0.7, 0.75, 0.8, 0.7], (10e-3, 0.4e-3, 1e-3)),  # drafts pay, several of them
+        (1, [0.5, 0.3, 0.2, 0.2, 0.2], (10e-3, 0.4e-3, 2e-3)),  # one or two
+        (8, [0.85, 0.7, 0.7, 0.7, 0.7], (10e-3, 1e-3, 1.5e-3)),
+        (32, [0.7, 0.6, 0.6, 0.6, 0.6], (10e-3, 1.2e-3, 6e-3)),  # rows cost nearly their full price
+        (1, [0.05, 0.05, 0.05, 0.05, 0.05], (10e-3, 0.4e-3, 2e-3)),  # a drafter that knows nothing
+    ],
+)
+def test_it_finds_the_best_depth_by_itself(
+    batch: int, rates: list[float], costs: tuple[float, float, float]
+) -> None:
+    steps = 700 if batch < 32 else 300
+    fixed = [drive(batch, rates, costs, FixedDepth(d), steps) for d in range(len(rates) + 1)]
+    found = drive(batch, rates, costs, AdaptiveDepth(len(rates)), steps)
+    assert found > 0.95 * max(fixed)
+    assert found > 0.97 * fixed[0]

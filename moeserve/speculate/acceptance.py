@@ -11,7 +11,7 @@ Knows: counts. Knows nothing of time (`cost_model`) or of who drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,21 @@ class Acceptance:
 
     def rates(self, request_id: str | None = None) -> Doubles:
         """[K] of one sequence; None: of all."""
+        prior = self._average()
+        own = None if request_id is None else self._own.get(request_id)
+        return prior if own is None else own.estimate(prior, PRIOR)
+
+    def reaches(self, request_ids: Sequence[str]) -> Doubles:
+        """[S, K] chance of each sequence that its draft i + 1 is accepted, with all before it."""
+        prior = self._average()
+        found = np.empty((len(request_ids), self.max_depth))
+        for row, request_id in zip(found, request_ids, strict=True):
+            own = self._own.get(request_id)
+            row[:] = prior if own is None else own.estimate(prior, PRIOR)
+        reach: Doubles = np.cumprod(found, axis=1, dtype=np.float64)
+        return reach
+
+    def _average(self) -> Doubles:
         # What is known of a position's neighbour is the best guess where nothing was tried.
         prior = self._start.copy()
         for i in range(self.max_depth):
@@ -89,11 +104,10 @@ class Acceptance:
             prior[i] = (self._all.right[i] + weight * prior[i]) / (self._all.tried[i] + weight)
             if i + 1 < self.max_depth:
                 prior[i + 1] = prior[i]
-        own = None if request_id is None else self._own.get(request_id)
-        return prior if own is None else own.estimate(prior, PRIOR)
+        return prior
 
     def reach(self, request_id: str | None = None) -> Doubles:
-        """[K] chance that draft i + 1 is accepted, with all before it."""
+        """[K] of one sequence; None: of all."""
         reach: Doubles = np.cumprod(self.rates(request_id), dtype=np.float64)
         return reach
 
