@@ -35,7 +35,7 @@ _MERITS = {  # why "auto" takes it before those behind it
     "deepep_v2": "is DeepEP's newer interface, for many tokens and few",
     "deepep_normal": "is made for many tokens",
     "deepep_ll": "is made for few tokens",
-    "nvshmem": "writes from GPU to GPU, with fewer steps",
+    "nvshmem": "never lets a GPU wait for the host",
     "torch": "sends fewer bytes",
 }
 

@@ -13,6 +13,7 @@ from ep.nearest import nearest, nearest_hint
 
 PHASES = ("prefill", "decode")
 AUTO = "auto"
+_MEANT = {"gloo": "torch", "nccl": "torch"}  # what torch's collectives go over is its own choice
 EMULATED = "_emulated"  # ends the registry's name of a backend's emulation
 
 
@@ -82,4 +83,5 @@ def _hint(name: str, names: Sequence[str]) -> str:
         if all(close):
             pairs = zip(PHASES, close, strict=True)
             return f"; nearest: {','.join(f'{phase}={one}' for phase, one in pairs)}"
-    return nearest_hint(name, names)
+    meant = _MEANT.get(name.strip().casefold())
+    return f"; nearest: {meant}" if meant in names else nearest_hint(name, names)

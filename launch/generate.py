@@ -20,7 +20,7 @@ from launch.experts.file import output_problems
 from launch.progress import open_progress
 from launch.settings import OFFLINE, Given
 from moeserve.errors import ConfigError, InvalidFields, InvalidRequest
-from moeserve.terminal import counted
+from moeserve.terminal import counted, say
 
 if TYPE_CHECKING:
     from moeserve.config import ServeConfig
@@ -76,7 +76,11 @@ def generate(given: Given, ask: Ask) -> None:
         streams = not ask.as_json and len(asked) == 1  # several would mix
         show = _show if streams else None
         with _recorded(llm, ask.record_experts):
-            outputs = llm.generate(asked, sampling, on_text=show)
+            try:
+                outputs = llm.generate(asked, sampling, on_text=show)
+            finally:
+                if streams:  # what is said next begins a line
+                    print(flush=True)
         seconds = time.perf_counter() - began
     if ask.as_json:
         print(json.dumps(report(config, prompts, outputs, seconds), ensure_ascii=False))
@@ -84,13 +88,13 @@ def generate(given: Given, ask: Ask) -> None:
         if not streams:
             for prompt, output in zip(prompts, outputs, strict=True):
                 print(f"--- {prompt.strip()[:70]!r}\n{output.text}")
-        print(flush=True)
+            print(flush=True)
         tokens = sum(len(o.token_ids) for o in outputs)
         if not config.engine.quiet:
             print(f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
     for output in outputs:
         if output.error is not None:
-            print(f"moeserve: {output.error}", file=sys.stderr)
+            say(output.error)
     if any(output.error is not None for output in outputs):
         raise SystemExit(1)
 
@@ -118,7 +122,7 @@ def _recorded(llm: LLM, path: Path | None) -> Iterator[None]:
         yield
     finally:
         llm.stop_recording().save(path)
-        print(f"expert load: {path}", file=sys.stderr)
+        say(f"expert load: {path}")
 
 
 def _show(index: int, text: str) -> None:

@@ -73,9 +73,22 @@ FLAGS = (
     Flag(
         "parallel", "layout", "NAME", "prefill-ep32, decode-ep144 or decode-ep320: sets the above"
     ),
-    Flag("parallel", "dispatch", "NAME", "How tokens travel; or prefill=NAME,decode=NAME", "auto"),
+    Flag(
+        "parallel",
+        "dispatch",
+        "NAME",
+        "How tokens travel: local, torch, allgather, deepep_ll, deepep_normal, deepep_v2, nvshmem "
+        "or auto; or prefill=NAME,decode=NAME (moeserve doctor says which can run)",
+        "auto",
+    ),
     Flag("parallel", "wire", "NAME", "How rows travel to experts: auto, model or fp8", "auto"),
-    Flag("parallel", "overlap", "N", "Tokens from which halves overlap; auto or off", "auto"),
+    Flag(
+        "parallel",
+        "overlap",
+        "N",
+        "Tokens, 1 or more, from which halves overlap; auto or off",
+        "auto",
+    ),
     Flag("parallel", "emulate", "", "On CPUs, the emulation of what --dispatch names", "off"),
     Flag("parallel", "interface", "NAME", "Of several machines' ranks; or an address, a subnet"),
     Flag("cache", "block_size", "N", "Tokens a KV block", "16"),

@@ -26,6 +26,9 @@ from ep.nearest import nearest_hint
 from ep.presets import PRESETS
 from moeserve.errors import ConfigError
 
+# What a row of the model's dtype may be called, where `model` is meant
+_MODEL_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "fp32", "float32")
+
 
 def parse_size(value: object) -> object:
     """Bytes from '2GiB', '512M' (both of 1024) or '1GB' (of 1000); what is no text stays."""
@@ -285,7 +288,9 @@ def _valid(error: Any) -> str:
         case "literal_error":
             names = limits["expected"].replace("'", "").replace(" or ", ", ").split(", ")
             given, place = str(error["input"]), ".".join(map(str, error["loc"]))
-            if place == "parallel.wire" and given.strip().casefold().startswith("fp8"):
+            if place == "parallel.wire" and given.strip().casefold() in _MODEL_DTYPES:
+                hint = "; nearest: model (rows as the model computes)"
+            elif place == "parallel.wire" and given.strip().casefold().startswith("fp8"):
                 hint = "; nearest: fp8 (what its scales are, the checkpoint decides)"
             else:
                 hint = nearest_hint(given, names)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moeserve.client import EngineClient
     from moeserve.streams import Flight
 
+# How old what ranks told may be (rank_loop.STATS_EVERY); said with each of their series.
+_AGE = "as last told by the rank, once a second while it works and when it falls idle"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -148,7 +150,8 @@ class _FleetCollector(Collector):
         )
         blocks = GaugeMetricFamily(
             "moeserve_kv_blocks",
-            "KV blocks: used (by sequences), free (the others), cached (of the free: prefix cache)",
+            "KV blocks: used (by sequences), free (the others), cached (of the free: prefix "
+            f"cache); {_AGE}",
             labels=["rank", "state"],
         )
         for rank, state in states:
@@ -167,7 +170,7 @@ class _FleetCollector(Collector):
             "resident_bytes": ("Resident memory of the rank", "rss_bytes"),
         }
         for name, (text, field) in gauges.items():
-            gauge = GaugeMetricFamily(f"moeserve_{name}", text, labels=["rank"])
+            gauge = GaugeMetricFamily(f"moeserve_{name}", f"{text}; {_AGE}", labels=["rank"])
             for rank, state in states:
                 gauge.add_metric([rank], getattr(state.stats, field))
             yield gauge
@@ -197,13 +200,13 @@ class _FleetCollector(Collector):
             "dispatch_bytes": ("Bytes sent to other ranks by dispatch", "dispatch_bytes"),
         }
         for name, (text, field) in counters.items():
-            counter = CounterMetricFamily(f"moeserve_{name}", text, labels=["rank"])
+            counter = CounterMetricFamily(f"moeserve_{name}", f"{text}; {_AGE}", labels=["rank"])
             for rank, state in states:
                 counter.add_metric([rank], getattr(state.stats, field))
             yield counter
         parts = CounterMetricFamily(
             "moeserve_step_part_seconds",
-            "Time spent in steps, by part; lockstep is waiting for other ranks' votes",
+            f"Time spent in steps, by part; lockstep is waiting for other ranks' votes; {_AGE}",
             labels=["rank", "part"],
         )
         for rank, state in states:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from dispatch import dispatcher_names
 from ep.placement import ExpertPlacement
 from launch.settings import FLAGS, OFFLINE, SERVING, Given
 from models.deepseek.config import DeepSeekConfig
@@ -170,6 +173,40 @@ def test_a_placement_file_is_read_before_any_rank_starts(folder, text, problem):
     # Under torchrun ranks find that together, and one of them says it.
     given = Given(folder, None, {"parallel": {"placement": str(file)}}, SERVING)
     assert given.resolve(on_rank=True).parallel.placement == file
+
+
+def test_the_help_names_every_dispatcher():
+    (flag,) = (f for f in FLAGS if f.field == "dispatch")
+    assert all(f"{name}," in flag.help or f"{name} or" in flag.help for name in dispatcher_names())
+
+
+@pytest.mark.parametrize("sections", [SERVING, OFFLINE])
+def test_how_tokens_travel_is_checked_before_any_rank_starts(folder, sections):
+    parallel = {"ep": "0", "dispatch": "Torch", "wire": "FP8", "overlap": "0"}
+    given = Given(folder, None, {"parallel": parallel}, sections)
+    with pytest.raises(ConfigError) as caught:
+        given.resolve()
+    found = [given.in_users_words(line) for line in caught.value.problems]
+    assert [line.partition(" ")[0] for line in found] == [f"--{name}" for name in parallel]
+    for line, nearest in zip(found, ("1", "torch", "fp8", "1"), strict=True):
+        assert f"nearest: {nearest}" in line or f"nearest valid: {nearest}" in line, line
+
+
+def test_emulate_without_an_emulation_is_told_in_flags(folder):
+    given = Given(folder, None, {"parallel": {"dispatch": "torch", "emulate": True}}, SERVING)
+    with pytest.raises(ConfigError) as caught:
+        given.resolve()
+    (found,) = map(given.in_users_words, caught.value.problems)
+    assert found.startswith("--emulate: --dispatch torch has no emulation; those that have: deepep")
+
+
+def test_names_are_checked_without_torch():
+    code = (
+        "import sys; from moeserve.config import ServeConfig; "
+        "ServeConfig.load(None, {'parallel': {'dispatch': 'decode=deepep_ll', 'emulate': True}}); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=TINY.parents[1]).returncode == 0
 
 
 def test_an_empty_host_is_not_every_address(folder):

@@ -6,10 +6,10 @@ fast it is (`predict`).
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ep.nearest import nearest_hint
 from ep.presets import PRESETS as LAYOUTS
 from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
@@ -165,9 +165,8 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """ConfigError, with the nearest name, where there is none."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        nearest = f"; nearest: {close[0]}" if close else ""
-        raise ConfigError([f"--preset={name}: must be one of {', '.join(PRESETS)}{nearest}"])
+        valid = ", ".join(PRESETS)
+        raise ConfigError([f"--preset={name}: must be one of {valid}{nearest_hint(name, PRESETS)}"])
     return PRESETS[name]
 
 

@@ -6,10 +6,11 @@ Knows paths and the engine's step. Knows nothing of servers or of what a person 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from moeserve.terminal import say
 
 if TYPE_CHECKING:
     from moeserve.engine import Engine
@@ -57,4 +58,4 @@ def save_recording(engine: Engine, path: Path) -> None:
             collector.heard(report)
     assert collector.ended
     collector.result().save(path)
-    print(f"expert load: {path}", file=sys.stderr)
+    say(f"expert load: {path}")
