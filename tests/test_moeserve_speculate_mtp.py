@@ -3,6 +3,7 @@ whatever was drafted before, in any company, with as many rounds as were agreed.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dispatch.local import LocalDispatcher
+from dispatch.thread_group import ThreadBoard, ThreadedCollective
 from ep.group import EPGroup
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.load import load_model
@@ -35,16 +37,29 @@ BLOCK = 4
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DeepSeekModel:
-    folder: Path = tmp_path_factory.mktemp("v3")
-    write_random_checkpoint(folder, family_config("v3"), tokenizer=False)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("v3")
+    write_random_checkpoint(made, family_config("v3"), tokenizer=False)
+    return made
+
+
+def load(folder: Path, group: EPGroup) -> DeepSeekModel:
+    kernels = create_kernels("torch").kernels
+    kind = LocalDispatcher if group.size == 1 else ThreadedCollective
     return load_model(
         folder,
         dtype=torch.float32,
-        kernels=create_kernels("torch").kernels,
-        group=SINGLE,
-        dispatcher_factory=lambda config: LocalDispatcher(SINGLE, config),
+        kernels=kernels,
+        group=group,
+        dispatcher_factory=lambda config: kind(group, config, combine_pairs=kernels.combine_pairs),
+        max_tokens_per_rank=64,
+        num_threads=1,
     )
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> DeepSeekModel:
+    return load(folder, SINGLE)
 
 
 class Desk:
@@ -202,6 +217,46 @@ def test_the_output_is_that_without_speculation(
             done = one.num_tokens - 1
             assert tree.num_nodes == k
         assert one.tokens[7:][:10] == alone.tokens[7:]
+
+
+def test_drafts_are_the_same_expert_parallel_and_a_rank_without_sequences_takes_part(
+    model: DeepSeekModel, folder: Path
+) -> None:
+    """Four ranks: one has two sequences, two none, one a sequence at its limit of drafts."""
+    prompts = {0: [(9, 3), (5, 2)], 2: [(7, 0)]}
+
+    def asks_of(desk: Desk, rank: int) -> list[DraftAsk]:
+        made = []
+        for num, most in prompts.get(rank, ()):
+            one = desk.begin(f"s{num}", num)
+            assert one.lease is not None
+            desk.blocks.grow(one.lease, num + 8)
+            hidden = OfflineRunner(model).step({0: one.tokens[:-1]}).hidden[0]
+            made.append(DraftAsk(one, most, 0, hidden))
+        return made
+
+    alone = Desk(model)
+    wanted = {rank: alone.drafter.propose(asks_of(alone, rank), 3) for rank in prompts}
+    board = ThreadBoard(4)
+    desks = [Desk(load(folder, board.group(rank))) for rank in range(4)]
+    asks = [asks_of(desk, rank) for rank, desk in enumerate(desks)]
+    found: dict[int, list[DraftTree]] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            found[rank] = desks[rank].drafter.propose(asks[rank], 3)
+        except BaseException as error:
+            board.abort(rank, error)
+            raise
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rank in range(4):
+        assert [t.tokens for t in found[rank]] == [t.tokens for t in wanted.get(rank, ())]
+    assert [tree.num_nodes for tree in wanted[0]] == [3, 2]
 
 
 def test_by_chance_it_tells_what_it_drew_from(model: DeepSeekModel) -> None:
