@@ -119,7 +119,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         "hidden_size='x'", "--gpus=0", "nearest: h200", "--price=-1", "--sequences=0",
         "nearest: decode", "nearest: deepep_ll", "--wire=fp7", "--tpot=never", "--cached-share=2",
         "--acceptance=0.5: nothing to accept", "x.gif", "--max-gpus: has no meaning",
-        "--seed: has no meaning", "--longest=0", "--shared-memory",
+        "--seed: goes with --rehearse", "--longest=0", "--shared-memory",
     ):  # fmt: skip
         assert part in found, part
     (wrong,) = problems(*V3, "--trace", str(tmp_path / "few.npz"))

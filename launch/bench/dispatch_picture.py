@@ -190,8 +190,10 @@ def _frame(
     columns = max(1, min(len(handles), int(width / 2.9)))
     legend = 0.2 * -(-len(handles) // columns) + 0.1
     wide = int(width * 15.2)
+    lines = len({row[_axis(result)] for row in result.rows}) > 1
+    apart = "; series at the same x are drawn a little apart" if lines else ""
     foot = textwrap.wrap(
-        f"{result.made_on()}; {result.transport}; picks drawn {result.loads}", wide
+        f"{result.made_on()}; {result.transport}; picks drawn {result.loads}{apart}", wide
     )
     told = textwrap.wrap(_about(result), wide)
     emulated = any(row["emulated"] for row in result.rows)

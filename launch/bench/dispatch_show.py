@@ -124,7 +124,7 @@ def _legend(steps: int) -> str:
     names = spread_names(steps)
     told = "; p90 from 10 steps on, p99 from 100"
     return (
-        f"ms: {' '.join(names)} over {counted(steps, 'step')}, of each step's slowest rank"
+        f"Times: {' '.join(names)} over {counted(steps, 'step')}, of each step's slowest rank"
         f"{told if len(names) < 3 else ''}. MB, GB/s: all ranks together, both ways; ideal: each "
         "token once for each other rank that wants it (hidden, scales, ids, weights), results as "
         "the form says. plain: all_to_all_single of the ideal bytes in the same steps; x plain: "

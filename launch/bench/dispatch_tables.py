@@ -37,12 +37,15 @@ def tables(title: str, rows: Sequence[Row], steps: int, console: Console) -> lis
 
     parts = ("dispatch", "combine", "both")
     volume, plain = _volume(rows), _plain(rows)
+    ms, mb = "; times in ms", "; bytes"
     choices: tuple[tuple[tuple[str, list[_Column]], ...], ...] = (
-        (("", [*times(parts, parts), *volume, *plain]),),
-        ((", times", [*times(parts, parts), *plain]), (", bytes", volume)),
-        ((", times", [*times(parts, ("both",)), *plain]), (", bytes", volume)),
-        ((", times", times(parts, ("both",))), (", bytes, and a plain exchange", volume + plain)),
-        ((", times", times(("both",), ("both",))), (", bytes", volume[:3]), (", plain", plain)),
+        ((ms, [*times(parts, parts), *volume, *plain]),),
+        ((ms, [*times(parts, parts), *plain]), (mb, volume)),
+        ((ms, [*times(parts, ("both",)), plain[0], plain[-1]]), (mb, [*volume, plain[1]])),
+        ((ms, [*times(parts, ("both",)), plain[-1]]), (mb, [*volume, plain[0]])),
+        ((ms, times(parts, ("both",))), (mb, [*volume[:3], plain[0], plain[-1]])),
+        ((ms, [*times(("both",), ("both",)), plain[-1]]), (mb, volume[:3])),
+        ((ms, times(("both",), ("both",))), (mb, volume[:3])),
     )
     made: list[Table] = []
     for choice in choices:
@@ -73,7 +76,7 @@ def _plain(rows: Sequence[Row]) -> list[_Column]:
         return _Column(head, ["-" if r["plain_ms"] is None else number(value(r)) for r in rows])
 
     return [
-        column("plain\nms", lambda row: float(row["plain_ms"]["median"])),
+        column("plain\np50", lambda row: float(row["plain_ms"]["median"])),
         column("plain\nGB/s", lambda row: float(row["plain_gb_per_s"])),
         column("x\nplain", lambda row: float(row["times_plain"])),
     ]
@@ -88,7 +91,7 @@ def _spread(rows: Sequence[Row], part: str, names: Sequence[str]) -> _Column:
     def line(cells: Sequence[str]) -> str:
         return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
-    return _Column(f"{part} ms\n{line(names)}", [line(cells) for cells in values])
+    return _Column(f"{part}\n{line(names)}", [line(cells) for cells in values])
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[_Column]) -> Table:

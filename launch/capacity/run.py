@@ -57,7 +57,13 @@ class Run:
             unused += ["--preset"] if self.typed.preset is not None else []
         elif typed["max_gpus"] is not None and not self.validate:
             unused.append("--max-gpus")
-        problems = [f"{flag}: has no meaning with {mode}" for flag in unused]
+        of_rehearsals = ("--routing", "--seed")
+        problems = [
+            f"{flag}: goes with --rehearse"
+            if flag in of_rehearsals
+            else f"{flag}: has no meaning with {mode}"
+            for flag in unused
+        ]
         if self.plot is not None and self.plot.suffix not in PICTURES:
             problems.append(f"--plot={self.plot}: must end in one of {', '.join(PICTURES)}")
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
