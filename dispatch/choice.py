@@ -111,7 +111,7 @@ class Choice:
         return BufferPlan(sum(p.held for p in plans), max(p.passing for p in plans))
 
     def shares(self, group: Any) -> bool:
-        """Whether both phases have one buffer: less than the sum of what each would take."""
+        """Whether both phases have one buffer."""
         return shared_plan(group, [(part.kind, part.config) for part in self.parts]) is not None
 
     def open(self, group: Any, **hooks: Any) -> Dispatcher:

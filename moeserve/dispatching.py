@@ -33,6 +33,7 @@ from ep.group import EPGroup
 from moeserve.config import ServeConfig
 from moeserve.lockstep import gather_objects
 
+_ALLOWS = "; --no-deterministic allows it"  # of reasons (`deepep.mode_problems`), said once only
 _REMEDIES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"deterministic": False}, "--no-deterministic"),
     ({"dtype": torch.bfloat16}, "--dtype bfloat16"),
@@ -122,7 +123,7 @@ def _cannot(wish: Wish, ways: list[Way], error: CannotRun) -> str:
         if "hidden_size" in problem:
             problem += "; README, 'How tokens travel', writes a checkpoint that is wide enough"
     elif flags and all(way.flags for way in ways):
-        problem += f"; give {' and '.join(flags)}"
+        problem = problem.replace(_ALLOWS, "") + f"; give {' and '.join(flags)}"
     return f"parallel.dispatch={str(wish)!r}: {problem}"
 
 

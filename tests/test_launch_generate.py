@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,3 +174,13 @@ def test_wrong_token_ids_are_refused(text):
     problems: list[str] = []
     read_ids(text, problems)
     assert [f"--prompt-ids {text!r}" in line for line in problems] == [True]
+
+
+def test_what_is_said_after_a_stream_begins_a_line(
+    random_checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.stderr", sys.stdout)  # both on a terminal
+    path = tmp_path / "load.npz"
+    asked = replace(ask("a"), as_json=False, record_experts=path, max_tokens=2)
+    generate(given(random_checkpoint), asked)
+    assert f"\nmoeserve: expert load: {path}\n" in capsys.readouterr().out
