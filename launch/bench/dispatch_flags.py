@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from dispatch import dispatcher_names, emulated_names
@@ -304,8 +305,6 @@ def picture_problems(path: Path) -> list[str]:
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         problems.append(f"--plot {path}: {folder} is no folder that can be written to")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        problems.append(f"--plot: pictures need matplotlib ({error}); install moeserve[pictures]")
+    if find_spec("matplotlib") is None:  # to import it takes longer than all the rest
+        problems.append("--plot: pictures need matplotlib; install moeserve[pictures]")
     return problems

@@ -87,7 +87,7 @@ class _CellRun:
         refused: dict[Contender, str] = {}
         where = _name(self.cell)
         for contender in self.asked.contenders:
-            tell(f"{where}, checking {contender.backend}", 0)
+            tell(f"checking {contender.backend}, {counted(self.cell.tokens, 'token')}", 0)
             answer = self._open(contender)
             if isinstance(answer, str):
                 refused[contender] = answer

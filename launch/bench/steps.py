@@ -37,7 +37,7 @@ class StepProgress:
 
             self._bars = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
                 TextColumn(unit.strip()),
                 TimeElapsedColumn(),
