@@ -324,6 +324,7 @@ class EngineClient:
                     self.on_ready()
             case wire.Fatal():
                 log.debug("rank %d: %s", rank, message.reason)  # its launcher says it aloud
+                self._changed.set()  # `stop` waits for it no longer
                 self._schedule_verdict()
             case wire.Stopped():
                 self._changed.set()

@@ -311,6 +311,22 @@ def test_ranks_that_leave_at_a_stop_have_not_died() -> None:
     job(body, ranks=2, on_rank_died=died.append)
 
 
+def test_a_stop_waits_for_no_rank_that_has_said_its_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of its connection is no news afterwards: it counts as lost already."""
+
+    async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
+        monkeypatch.setattr(client, "_send", lambda *_: None)  # these would answer
+        stopping = asyncio.ensure_future(client.stop(60))
+        await asyncio.sleep(0)
+        for rank in range(2):
+            client._received(rank, wire.encode(wire.Fatal(rank, GLOO, peer_lost=True)))
+        assert await asyncio.wait_for(stopping, 20)
+
+    job(body, ranks=2)
+
+
 def test_requests_that_fail_for_a_lost_peer_end_with_its_death() -> None:
     async def body(client: EngineClient, ranks: list[FakeRank]) -> None:
         ranks[0].pause()
