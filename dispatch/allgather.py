@@ -4,8 +4,8 @@ The simplest way over many nodes, and one of fixed shapes: no rank needs to know
 token. It sends more than `torch` wherever a token's experts lie on fewer ranks than there are, so
 "auto" never takes it.
 
-The collectives of a layer are the same on every rank whatever its work: counts (one int64, only
-where no bound of tokens was agreed for the step), tokens with their slots and weights in blocks
+The collectives of a layer are the same on every rank whatever its work: a count (only where
+no bound of tokens was agreed for the step), tokens with their slots and weights in blocks
 padded to the bound, combine. A rank that refuses its arguments says so in place of its count (-1),
 so that all ranks stop at the same layer.
 
@@ -16,8 +16,11 @@ for each token: ranks add up in the dtype of the wire, each addition rounded onc
 
 Bytes that leave this rank in a layer, by a ring, B the bound (or the largest T), w bytes a value:
 
-    dispatch: counts 8 * (R - 1) + tokens (R - 1) * (B + 1) * row_bytes
+    dispatch: counts c * (R - 1) + tokens (R - 1) * (B + 1) * row_bytes
     combine: (R - 1) * B * n * D * w      n = K (PAIRS) or 1 (SUMMED); row_bytes as in `RowFormat`
+
+c as in `CountFormat`. Everything goes to every rank, so that dispatch keeps near the bytes that no
+transport could leave out (dispatch/ideal.py) only where each token has picks on every rank.
 
 Knows: process groups, blocks, what is in flight. Knows nothing of what experts compute.
 
@@ -55,12 +58,13 @@ from dispatch.handles import (
     check_probe,
     check_rows,
     check_slots,
+    device_of,
     form_for,
     group_problem,
     pairs_as_received,
 )
 from dispatch.route import count_picks
-from dispatch.wire import REFUSED, PaddedBlocks, RowFormat, stop_if_refused
+from dispatch.wire import REFUSED, CountFormat, PaddedBlocks, RowFormat, stop_if_refused
 from ep.group import EPGroup
 
 
@@ -96,9 +100,9 @@ class AllGatherDispatcher(Dispatcher):
         self.combine_form = form_for(config, combine_form)
         self.num_local_experts = config.num_physical_experts // group.size
         self.row_format = _row_format(config)
+        self._counts = CountFormat.choose(config.max_tokens_per_rank)
         self.stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         self._combine = combine_pairs or combine.combine_pairs
-        self._bound: int | None = None
         self._closed = False
 
     @staticmethod
@@ -120,22 +124,15 @@ class AllGatherDispatcher(Dispatcher):
 
     # -- there -----------------------------------------------------------------------------
 
-    def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
-        self._bound = max_tokens
-
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'allgather' is closed")
-        # What no rank may exceed needs no room.
-        most = self.config.max_tokens_per_rank
-        bound = None if self._bound is None else min(self._bound, most)
+        bound = self._bound
         try:
-            values, scales = check_rows(self.config, x, slots, weights)
+            values, scales = check_rows(self.config, x, slots, weights, bound)
             check_slots(self.config, slots)
-            if bound is not None and x.shape[0] > bound:
-                raise DispatchError(f"x: {x.shape[0]} tokens; the agreed bound is {bound}")
         except DispatchError:
-            self._refuse(bound, x.device)
+            self._refuse(bound, device_of(x, slots, weights))
             raise
         if bound is None:
             counts = self._exchange_counts(x.shape[0], x.device)
@@ -227,12 +224,11 @@ class AllGatherDispatcher(Dispatcher):
         return self.config.top_k if self.combine_form is CombineForm.PAIRS else 1
 
     def _exchange_counts(self, count: int, device: torch.device) -> list[int]:
-        send = torch.tensor([count], dtype=torch.int64, device=device)
-        receive = torch.empty(self.group.size, dtype=torch.int64, device=device)
+        send = self._counts.pack([count], device)
+        receive = torch.empty(self.group.size * send.shape[0], dtype=torch.uint8, device=device)
         _all_gather(receive, send, group=self.group.device_group)
-        self.stats.sent(dispatch=8 * (self.group.size - 1))
-        received: list[int] = receive.tolist()
-        return received
+        self.stats.sent(dispatch=self._counts.nbytes * (self.group.size - 1))
+        return self._counts.unpack(receive)
 
     def _empty(self, rows: int, device: torch.device) -> Tensor:
         return torch.empty((rows, self.row_format.row_bytes), dtype=torch.uint8, device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol, Self
 
 import torch
@@ -64,6 +65,9 @@ class ScaleFormat(enum.Enum):
     UE8M0_COLUMN = "ue8m0_column"
 
 
+MAX_PICKS = 2**31 - 1  # of a rank in a step
+
+
 class DispatchError(RuntimeError):
     """A call that a dispatcher refuses: names the argument, its value and what would be valid."""
 
@@ -100,7 +104,8 @@ class BufferPlan:
 @dataclass(frozen=True)
 class DispatchConfig:
     """What a backend must know when it is made. max_tokens_per_rank bounds T of any step, drafts
-    counted. wire: how rows travel to the experts."""
+    counted. wire: how rows travel to the experts. The four numbers are at least 1, and a step has
+    no more picks (tokens x top_k) than int32 can number; else DispatchError."""
 
     hidden_size: int
     top_k: int
@@ -109,6 +114,26 @@ class DispatchConfig:
     dtype: torch.dtype
     deterministic: bool
     wire: WireFormat = WireFormat.MODEL
+
+    def __post_init__(self) -> None:
+        found = []
+        for name in ("hidden_size", "top_k", "num_physical_experts", "max_tokens_per_rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+                found.append(f"{name}={value!r}: must be a whole number, at least 1")
+        if not found and self.max_tokens_per_rank * self.top_k > MAX_PICKS:
+            found.append(
+                f"max_tokens_per_rank={self.max_tokens_per_rank}: at most "
+                f"{max(1, MAX_PICKS // self.top_k)} with top_k={self.top_k}, picks are numbered "
+                "by int32"
+            )
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            found.append(f"dtype={self.dtype!r}: must be a floating-point dtype of torch")
+        if not isinstance(self.wire, WireFormat):
+            valid = ", ".join(str(wire) for wire in WireFormat)
+            found.append(f"wire={self.wire!r}: must be one of {valid}")
+        if found:
+            raise DispatchError("; ".join(found))
 
 
 @dataclass(frozen=True)
@@ -183,9 +208,11 @@ class Dispatcher(Protocol):
 
     dispatch_start(x, slots [T, K] int32 physical, weights [T, K] fp32) -> handle
         x: [T, D] in the model dtype; where `config.wire` is FP8 and the backend does not quantise
-        by itself (`quantises`), Fp8Tokens
+        by itself (`quantises`), Fp8Tokens. A token's slots are distinct, but for -1: on CPUs every
+        backend looks and refuses; on a device those that never wait for it do not look. Nothing is
+        differentiated: arguments that require grad are refused while gradients are recorded
     dispatch_finish(handle) -> Received
-    combine_start(handle, y)   y as `combine_form` says
+    combine_start(handle, y)   y as `combine_form` says, of a floating-point dtype
     combine_start(handle, y, index)   PAIRS only: y [Q, D] in any order, index [N, K] int64 the row
         of y of each valid pair, -1 elsewhere (what `permute` gives): spares a copy
     combine_finish(handle) -> [T, D] fp32: sum over K of weight * expert output
@@ -198,6 +225,7 @@ class Dispatcher(Protocol):
     quantises: bool = False  # takes rows in the model dtype and makes FP8 of them by itself
     graph_safe: bool = False  # may be captured: no shape depends on what ranks send
     max_in_flight: int | None = None  # layers between dispatch_start and combine_finish; None: any
+    _bound: int | None = None  # of tokens, as agreed for the layers to come
 
     def __init__(self, group: Any, config: DispatchConfig, **hooks: Any) -> None: ...
 
@@ -222,9 +250,26 @@ class Dispatcher(Protocol):
 
     def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
         """What all ranks agreed for the layers to come (`Lockstep`): no rank dispatches more than
-        max_tokens at once; decode_only: none computes prompt tokens. The same call on every rank.
-        None, as at the start: not agreed. A backend may use it to send fewer messages; it holds
-        until the next call."""
+        max_tokens at once (who does is refused); decode_only: none computes prompt tokens. The same
+        call on every rank. None, as at the start: not agreed. A backend may use it to send fewer
+        messages; it holds until the next call. DispatchError for what is no number of tokens."""
+        self._bound = self.checked_bound(max_tokens)
+
+    def checked_bound(self, max_tokens: int | None) -> int | None:
+        """max_tokens, no more than the dispatcher was made for: what no rank may exceed needs no
+        room."""
+        if max_tokens is None:
+            return None
+        if (
+            isinstance(max_tokens, bool)
+            or not isinstance(max_tokens, Integral)
+            or int(max_tokens) < 0
+        ):
+            raise DispatchError(
+                f"set_step_bound: max_tokens={max_tokens!r}; must be None or a whole number, "
+                "at least 0"
+            )
+        return min(int(max_tokens), self.config.max_tokens_per_rank)
 
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle: ...
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
 from dispatch.mib import mib
+from dispatch.words import counted, nearest, raised
 
 # Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
 LL_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -27,7 +28,9 @@ LL_MAX_TOP_K = 11
 LL_MAX_TOKENS = 1024
 # Buffers are addressed as 16-byte words by a signed 32-bit number: just under 32 GiB.
 MAX_BUFFER_BYTES = 16 * (2**31 - 2)
-DEFAULT_QP_DEPTH = 1024  # NVSHMEM_QP_DEPTH where the environment does not say
+QP_DEPTH = "NVSHMEM_QP_DEPTH"
+DEFAULT_QP_DEPTH = 1024  # where the environment does not say
+LEAST_QP_DEPTH = 4  # for one token
 RANKS_PER_NODE = 8
 _NVSHMEM_HANGS_FROM = (3, 5, 19)
 
@@ -40,18 +43,47 @@ NORMAL_MAX_SCALES = 128  # of a row, for which queues are sized
 def load(emulate: bool = False) -> Any:
     """The module with `Buffer`: the library, or its emulation over CPU process groups.
 
-    Raises whatever the library raises as it is imported (ImportError, OSError, ...).
+    Raises whatever the library raises as it is imported (ImportError, OSError, ...); ImportError in
+    place of what would end the process.
     """
     if emulate:
         return importlib.import_module("dispatch.emulation")
-    import deep_ep
+    try:
+        import deep_ep
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ImportError(f"its import raised {raised(error)}") from error
 
     return deep_ep
+
+
+def has_buffer(library: Any) -> bool:
+    """Whether it has the first API at all, which was taken out in 2.5."""
+    return getattr(library, "Buffer", None) is not None
 
 
 def ranks_per_node(library: Any) -> int:
     """8 in the library; its emulation can have smaller nodes (`dispatch.emulation.nodes_of`)."""
     return int(getattr(library.Buffer, "ranks_per_node", RANKS_PER_NODE))
+
+
+def queue_depth(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
+    """NVSHMEM_QP_DEPTH as the library reads it, by Python's `int` (so that " 1024 " is a number and
+    "0x400" is none); and what is wrong with it. None, None: not set, so that it may be chosen."""
+    text = environment.get(QP_DEPTH)
+    if text is None:
+        return None, None
+    try:
+        depth = int(text)
+    except ValueError:
+        depth = 0
+    if LEAST_QP_DEPTH <= depth < 2**31:
+        return depth, None
+    return None, (
+        f"{QP_DEPTH}={text!r}: must be a decimal number, 2 x (max_tokens_per_rank + 1) or more, "
+        f"such as {DEFAULT_QP_DEPTH}; or unset, so that it is chosen"
+    )
 
 
 @contextmanager
@@ -71,8 +103,7 @@ def why_absent(error: Exception) -> str:
     """One line for what `load` raised: a broken wheel may raise anything."""
     if isinstance(error, ModuleNotFoundError) and error.name == "deep_ep":
         return "deep_ep is not installed"
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"deep_ep cannot be imported: {said}"
+    return f"deep_ep cannot be imported: {raised(error)}"
 
 
 def check_form(combine_form: CombineForm | None) -> None:
@@ -98,10 +129,9 @@ def mode_problems(config: DispatchConfig, what_it_does: str) -> list[str]:
 def division_problems(num_experts: int, num_ranks: int) -> list[str]:
     if num_experts % num_ranks == 0:
         return []
-    below = num_experts - num_experts % num_ranks
     return [
-        f"num_physical_experts={num_experts} does not divide by {num_ranks} ranks: "
-        f"nearest are {below} and {below + num_ranks}"
+        f"num_physical_experts={num_experts} does not divide by {counted(num_ranks, 'rank')}: "
+        f"{nearest(num_experts, num_ranks)}"
     ]
 
 
@@ -171,27 +201,30 @@ def ll_problems(
     found += division_problems(num_experts, num_ranks)
     largest = ll_largest_tokens(num_ranks, hidden, num_experts, qp_depth)
     here = f"max_tokens_per_rank={max_tokens}"
-    if max_tokens < 1:
-        found.append(f"{here}: must be at least {ll_token_step(num_ranks)}")
+    step = ll_token_step(num_ranks)
+    fits = f"at most {largest}" if largest else "no number of tokens fits"
     if max_tokens > LL_MAX_TOKENS:
-        found.append(f"{here}: at most {largest} (counts are wrong above {LL_MAX_TOKENS})")
+        found.append(f"{here}: {fits} (counts are wrong above {LL_MAX_TOKENS})")
     if num_ranks * max_tokens % 4:
-        step = ll_token_step(num_ranks)
         below = min(max_tokens - max_tokens % step, largest)
+        valid = f"the largest valid value below is {below}" if below else f"such as {step}"
         found.append(
-            f"{here} with {num_ranks} ranks: ranks * tokens must be a multiple of 4; "
-            f"the largest valid value below is {below}"
+            f"{here} with {counted(num_ranks, 'rank')}: ranks * tokens must be a multiple of 4; "
+            f"{valid}"
         )
     if qp_depth is not None and max_tokens > ll_tokens_of_depth(qp_depth):
+        most = ll_tokens_of_depth(qp_depth)
+        most -= most % step
+        takes = f"at most {most}" if most else "too small for any number of tokens"
         found.append(
-            f"{here} with NVSHMEM_QP_DEPTH={qp_depth}: at most {ll_tokens_of_depth(qp_depth)}; "
+            f"{here} with {QP_DEPTH}={qp_depth}: {takes}; "
             f"a depth of {ll_depth_of_tokens(max_tokens)} would do"
         )
     size = ll_buffer_bytes(max_tokens, hidden, num_experts)
     if size > MAX_BUFFER_BYTES:
         found.append(
             f"{here}: needs a buffer of {mib(size)}, the library addresses "
-            f"{mib(MAX_BUFFER_BYTES)}; at most {largest} tokens"
+            f"{mib(MAX_BUFFER_BYTES)}; {fits}{' tokens' if largest else ''}"
         )
     if max_tokens > largest:
         found.append("decode needs max_tokens_per_rank = max_num_sequences x (1 + drafts)")
@@ -200,14 +233,20 @@ def ll_problems(
 
 def wrong_api(library: Any, used: dict[str, set[str]]) -> list[str]:
     """Why a package of that name is not the API that `used` (parameters by method) describes."""
-    buffer = getattr(library, "Buffer", None)
-    if buffer is None:
+    if not has_buffer(library):
         return ["has no Buffer (the first API was taken out in 2.5)"]
+    return wrong_parameters(library.Buffer, "Buffer", used)
+
+
+def wrong_parameters(buffer: Any, name: str, used: dict[str, set[str]]) -> list[str]:
+    """Methods of a buffer class of this name that do not take what we pass."""
     found = []
     for method, names in used.items():
-        taken = set(inspect.signature(getattr(buffer, method, None) or (lambda: None)).parameters)
+        taken: set[str] = set()
+        with suppress(AttributeError, TypeError, ValueError):  # absent, or no function
+            taken = set(inspect.signature(getattr(buffer, method)).parameters)
         if names - taken:
-            found.append(f"Buffer.{method} takes no {', '.join(sorted(names - taken))}")
+            found.append(f"{name}.{method} takes no {', '.join(sorted(names - taken))}")
     return found
 
 

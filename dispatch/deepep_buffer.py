@@ -20,7 +20,8 @@ from __future__ import annotations
 import enum
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,19 +91,17 @@ class SharedBuffer:
     ) -> None:
         self.need, self.enable_shrink = need, enable_shrink
         low_latency = need.max_tokens > 0
-        depth = deepep.ll_depth_of_tokens(need.max_tokens)
-        if depth > deepep.DEFAULT_QP_DEPTH:
-            os.environ.setdefault("NVSHMEM_QP_DEPTH", str(depth))
-        self.buffer = library.Buffer(
-            group=group.cpu_group,
-            num_nvl_bytes=need.nvl,
-            num_rdma_bytes=need.rdma,
-            low_latency_mode=low_latency,
-            num_qps_per_rank=_queue_pairs(need),
-            explicitly_destroy=True,
-            enable_shrink=enable_shrink,
-            comm=_Alone() if group.cpu_group is None else None,
-        )
+        with _queue_depth(need):
+            self.buffer = library.Buffer(
+                group=group.cpu_group,
+                num_nvl_bytes=need.nvl,
+                num_rdma_bytes=need.rdma,
+                low_latency_mode=low_latency,
+                num_qps_per_rank=_queue_pairs(need),
+                explicitly_destroy=True,
+                enable_shrink=enable_shrink,
+                comm=_Alone() if group.cpu_group is None else None,
+            )
         # No lease is held by it: it is held by them, and a cycle would keep peers waiting for the
         # connections of a rank that has let go of everything.
         self._users = 0
@@ -201,6 +200,21 @@ def _joined(group: EPGroup, parts: Sequence[tuple[Any, DispatchConfig]]) -> Buff
     for kind, config in parts:
         need |= kind.buffer_need(group, config)
     return need
+
+
+@contextmanager
+def _queue_depth(need: BufferNeed) -> Iterator[None]:
+    """Where the user has set no depth: one that suffices, while the library starts. It writes its
+    own into the environment, which must not pass for the user's with whoever asks later."""
+    given = os.environ.get(deepep.QP_DEPTH)
+    depth = deepep.ll_depth_of_tokens(need.max_tokens)
+    if given is None and depth > deepep.DEFAULT_QP_DEPTH:
+        os.environ[deepep.QP_DEPTH] = str(depth)
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop(deepep.QP_DEPTH, None)
 
 
 def _queue_pairs(need: BufferNeed) -> int:

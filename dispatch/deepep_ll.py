@@ -54,11 +54,14 @@ from dispatch.deepep_plan import LL_IN_FLIGHT, BufferNeed, ll_need, ll_passing, 
 from dispatch.handles import (
     HandleState,
     TokenHandle,
+    answer_of,
     check_inputs,
     check_probe,
     check_slots,
+    check_values,
 )
 from dispatch.mib import mib
+from dispatch.words import counted, version_of
 from ep.group import EPGroup
 
 _SCALES = {
@@ -134,6 +137,8 @@ class LowLatencyDispatcher(Dispatcher):
             config.num_physical_experts,
         )
         self._lease = buffer.lease(Mode.LOW_LATENCY, need, layout)
+        # What is on its way has to be received, also where nobody holds its handle any more.
+        self._aloft: list[_Flight] = []
         self._stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         # Kept where the tokens are, and in place: counting waits for no device, and a captured
         # graph counts each time it is played.
@@ -149,6 +154,10 @@ class LowLatencyDispatcher(Dispatcher):
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
+        return answer_of("deep_ep", lambda: cls._probe(group, config))
+
+    @classmethod
+    def _probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         size = deepep.ll_buffer_bytes(
             config.max_tokens_per_rank, config.hidden_size, config.num_physical_experts
         )
@@ -157,14 +166,14 @@ class LowLatencyDispatcher(Dispatcher):
         except Exception as error:
             return Probe(False, deepep.why_absent(error))
         problems = [*deepep.wrong_api(library, _USED), *_problems(group, config)]
-        version = getattr(library, "__version__", "of unknown version")
+        version = version_of(library)
         if not cls.emulate:
             problems += deepep.device_problems(size)
         if problems:
             return Probe(False, f"deep_ep {version}: " + "; ".join(problems))
         return Probe(
             True,
-            f"deep_ep {version} low latency, {group.size} ranks, "
+            f"deep_ep {version} low latency, {counted(group.size, 'rank')}, "
             f"max_tokens_per_rank={config.max_tokens_per_rank}, buffer of {mib(size)}",
         )
 
@@ -194,13 +203,15 @@ class LowLatencyDispatcher(Dispatcher):
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._lease.closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        x = check_inputs(self.config, x, slots, weights)
+        x = check_inputs(self.config, x, slots, weights, self._bound)
         if slots.device.type == "cpu":  # elsewhere the look would stop the device
             check_slots(self.config, slots)
         held = self._lease.in_flight
         if len(held) >= LL_IN_FLIGHT:
+            waits = " and ".join(flight.state.value for flight in held)
             raise DispatchError(
-                f"dispatch_start: {len(held)} layers are in flight; at most {LL_IN_FLIGHT}"
+                f"dispatch_start: {len(held)} layers are in flight; at most {LL_IN_FLIGHT} (they "
+                f"wait for {waits})"
             )
         flight = _Flight(self, x, slots, weights.contiguous())
         flight.topk_idx = slots.to(self._picks_dtype).contiguous()
@@ -222,6 +233,7 @@ class LowLatencyDispatcher(Dispatcher):
                 )
             )
         self._lease.flights.add(flight)
+        self._aloft.append(flight)
         self._stats.calls += 1
         owner = slots.div(self.num_local_experts, rounding_mode="floor").reshape(-1, 1)
         ranks = torch.arange(self.group.size, device=slots.device)
@@ -231,8 +243,7 @@ class LowLatencyDispatcher(Dispatcher):
 
     def dispatch_finish(self, handle: Handle) -> Received:
         flight = _Flight.expect(handle, self, HandleState.SENT)
-        with deepep.naming_peers(self.name):
-            flight.land()
+        self._land(flight)
         counts = flight.counts
         assert counts is not None
         flight.state = HandleState.RECEIVED
@@ -255,6 +266,7 @@ class LowLatencyDispatcher(Dispatcher):
         flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         if index is not None:
             raise DispatchError("index: only the PAIRS form takes one; must be None")
+        check_values(y)
         width = self.group.size * self.config.max_tokens_per_rank
         shape = (self.num_local_experts, width, self.config.hidden_size)
         if y.shape != shape or y.dtype != torch.bfloat16:
@@ -270,14 +282,14 @@ class LowLatencyDispatcher(Dispatcher):
                 async_finish=False,
                 return_recv_hook=True,
             )
+        self._aloft.append(flight)
         flight.state = HandleState.RETURNED
         arrived = flight.ticket[1].bitwise_and(0xFFFFFFFF).sum(0)  # [e, R]: start << 32 | rows
         self._rows_back += self._to_others(arrived)
 
     def combine_finish(self, handle: Handle) -> Tensor:
         flight = _Flight.expect(handle, self, HandleState.RETURNED)
-        with deepep.naming_peers(self.name):
-            flight.land()
+        self._land(flight)
         assert flight.result is not None
         total = flight.result.to(torch.float32)
         flight.rows = flight.counts = flight.y = flight.result = flight.topk_idx = None
@@ -286,6 +298,7 @@ class LowLatencyDispatcher(Dispatcher):
         return total
 
     def close(self) -> None:
+        self._aloft.clear()
         self._lease.close()
 
     # -- ranks that do not answer ----------------------------------------------------------
@@ -314,10 +327,16 @@ class LowLatencyDispatcher(Dispatcher):
 
     # -- parts -----------------------------------------------------------------------------
 
+    def _land(self, flight: _Flight) -> None:
+        with deepep.naming_peers(self.name):
+            flight.land()
+        if flight in self._aloft:
+            self._aloft.remove(flight)
+
     def _land_all(self) -> None:
         """A send clears what the other buffer counts by: nothing may be on its way meanwhile."""
-        for flight in list(self._lease.flights):
-            assert isinstance(flight, _Flight)
+        aloft, self._aloft = self._aloft, []
+        for flight in aloft:
             flight.land()
 
     def _to_others(self, rows: Tensor) -> Tensor:
@@ -338,12 +357,13 @@ class EmulatedLowLatencyDispatcher(LowLatencyDispatcher):
 def _problems(group: EPGroup, config: DispatchConfig) -> list[str]:
     """What speaks against it, whatever is installed."""
     found = deepep.mode_problems(config, "rounds rows and results")
-    depth = os.environ.get("NVSHMEM_QP_DEPTH")
+    depth, wrong = deepep.queue_depth(os.environ)
+    found += [] if wrong is None else [wrong]
     return found + deepep.ll_problems(
         num_ranks=group.size,
         hidden=config.hidden_size,
         top_k=config.top_k,
         num_experts=config.num_physical_experts,
         max_tokens=config.max_tokens_per_rank,
-        qp_depth=int(depth) if depth and depth.isdigit() else None,
+        qp_depth=depth,
     )

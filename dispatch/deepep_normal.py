@@ -9,7 +9,9 @@ by the host in `dispatch_start`. Nothing is kept from layer to layer but the buf
 may change between steps.
 
 Bytes of a row on its way, w as the wire has it: D * w + scales + 12 * K (int64 picks, fp32
-weights). `stats` counts a row once for each other rank of this node and once for each
+weights). Against rows whose picks have 2 bytes (dispatch/ideal.py) that is 6 * K more: 1.0065 times
+as many bytes in FP8 at D = 7168, K = 8, and within 2 % wherever D is 300 * K or more; smaller rows
+exceed it. `stats` counts a row once for each other rank of this node and once for each
 other node; what this rank passes on for ranks of other nodes is not counted: the host never learns
 of it.
 
@@ -46,12 +48,14 @@ from dispatch.fp8 import num_blocks, row_scales
 from dispatch.handles import (
     HandleState,
     TokenHandle,
+    answer_of,
     check_outputs,
     check_probe,
     check_rows,
     check_slots,
 )
 from dispatch.mib import mib
+from dispatch.words import counted, nearest, version_of
 from ep.group import EPGroup
 
 _USED = {
@@ -113,12 +117,18 @@ class NormalDispatcher(Dispatcher):
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
+        return answer_of("deep_ep", lambda: cls._probe(group, config))
+
+    @classmethod
+    def _probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         try:
             library = cls.library()
         except Exception as error:
             return Probe(False, deepep.why_absent(error))
-        version = getattr(library, "__version__", "of unknown version")
-        problems = [*deepep.wrong_api(library, _USED), *_problems(library, group, config)]
+        version = version_of(library)
+        problems = deepep.wrong_api(library, _USED)
+        if deepep.has_buffer(library):
+            problems += _problems(library, group, config)
         if problems:
             return Probe(False, f"deep_ep {version}: " + "; ".join(problems))
         size = cls.buffer_need(group, config).size
@@ -128,15 +138,16 @@ class NormalDispatcher(Dispatcher):
 
     @classmethod
     def buffer_need(cls, group: EPGroup, config: DispatchConfig) -> BufferNeed:
-        """For who opens a `SharedBuffer`; where the library is not, by the emulation's hints, which
-        are the same. DispatchError for a number of ranks that has none."""
+        """For who opens a `SharedBuffer`; where the library is not, or has no such buffer, by the
+        emulation's hints, which are the same. DispatchError for a number of ranks that has none."""
         if group.size not in deepep.NORMAL_RANKS:
             raise DispatchError(f"dispatcher {cls.name!r}: {_wrong_ranks(group.size)}")
         try:
             library = cls.library()
+            there = deepep.has_buffer(library)
         except Exception:
-            library = deepep.load(emulate=True)
-        return normal_need(library, group, config)
+            there = False
+        return normal_need(library if there else deepep.load(emulate=True), group, config)
 
     @classmethod
     def plan(cls, group: EPGroup, config: DispatchConfig) -> BufferPlan:
@@ -147,7 +158,7 @@ class NormalDispatcher(Dispatcher):
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._lease.closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        values, scales = check_rows(self.config, x, slots, weights)
+        values, scales = check_rows(self.config, x, slots, weights, self._bound)
         check_slots(self.config, slots)
         flight = _Flight(self, values, slots, weights, scales)
         picks = slots.to(self._picks_dtype).contiguous()
@@ -243,7 +254,7 @@ class EmulatedNormalDispatcher(NormalDispatcher):
 
 
 def _wrong_ranks(size: int) -> str:
-    return f"{size} ranks: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}"
+    return f"{counted(size, 'rank')}: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}"
 
 
 def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]:
@@ -252,7 +263,8 @@ def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]
     if size not in deepep.NORMAL_RANKS:
         return [*found, _wrong_ranks(size)]
     if size > node and group.ranks_per_node != node:
-        found.append(f"{group.ranks_per_node} ranks a node: must be {node} where there are several")
+        each = counted(group.ranks_per_node, "rank")
+        found.append(f"{each} a node: must be {node} where there are several")
     if size <= node and group.ranks_per_node != size:
         found.append(f"{size} ranks on several nodes: up to {node} must share one")
     if not 1 <= config.top_k <= deepep.NORMAL_MAX_TOP_K:
@@ -260,13 +272,16 @@ def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]
     found += deepep.division_problems(config.num_physical_experts, size)
     local, most = config.num_physical_experts // size, deepep.NORMAL_MAX_LOCAL_EXPERTS
     if local > most:
-        found.append(f"{local} experts a rank: at most {most}")
+        found.append(
+            f"num_physical_experts={config.num_physical_experts}, {local} a rank: at most {most}, "
+            f"{most * size} in all"
+        )
     fp8 = config.wire is not WireFormat.MODEL
     step = 16 if fp8 else 8  # 16-byte words of a row; between nodes, 32 of them of a result
     step = 256 if size > node else step
     if config.hidden_size % step:
-        below = config.hidden_size // step * step
-        found.append(f"hidden_size={config.hidden_size}: a multiple of {step}, such as {below}")
+        near = nearest(config.hidden_size, step)
+        found.append(f"hidden_size={config.hidden_size}: must be a multiple of {step}; {near}")
     scales, most = num_blocks(config.hidden_size), deepep.NORMAL_MAX_SCALES
     if fp8 and scales > most:
         found.append(f"hidden_size={config.hidden_size}: in FP8 at most {most * 128}")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +53,14 @@ from dispatch.fp8 import scale_bytes
 from dispatch.handles import (
     HandleState,
     TokenHandle,
+    answer_of,
     check_probe,
     check_rows,
     check_slots,
+    check_values,
 )
 from dispatch.mib import mib
+from dispatch.words import counted, raised, version_of
 from ep.group import EPGroup
 
 ALIGNMENT = 128  # rows; what grouped matrix products on GPUs want a slot's rows to begin at
@@ -135,7 +137,8 @@ class ElasticDispatcher(Dispatcher):
         self._relayed = self.emulated is None and limits.is_relayed(group.num_nodes)
         self._picks_dtype = getattr(library, "topk_idx_t", torch.int64)
         self._buffer = self._make(library)
-        self._flights: weakref.WeakSet[_Flight] = weakref.WeakSet()
+        # Those on whose results the library still works, whoever else holds them.
+        self._flying: list[_Flight] = []
         self._closed = False
         self._stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         # Kept where the tokens are and written in place: counting waits for no device, and is
@@ -148,11 +151,15 @@ class ElasticDispatcher(Dispatcher):
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
+        return answer_of("deep_ep", lambda: cls._probe(group, config))
+
+    @classmethod
+    def _probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         try:
             library, api = cls._load()
-        except Exception as error:  # a broken wheel may raise anything
-            return Probe(False, str(error).splitlines()[0] if str(error) else repr(error))
-        which = f"deep_ep {getattr(library, '__version__', 'of unknown version')} {api.buffer}"
+        except ImportError as error:
+            return Probe(False, str(error))
+        which = f"deep_ep {version_of(library)} {api.buffer}"
         found = [*limits.wrong_api(library, api), *limits.mode_problems(config)]
         found += limits.problems(
             api,
@@ -172,8 +179,9 @@ class ElasticDispatcher(Dispatcher):
         size = limits.buffer_bytes_for(api, group, config)
         return Probe(
             True,
-            f"{which}, {group.size} ranks, max_tokens_per_rank={config.max_tokens_per_rank}, "
-            f"buffer of {mib(size)}",
+            f"{which}, {counted(group.size, 'rank')}, "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}, "
+            f"buffer of {mib(size + api.workspace)} with what the library keeps beside it",
         )
 
     @classmethod
@@ -222,7 +230,7 @@ class ElasticDispatcher(Dispatcher):
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        rows, scales = check_rows(self.config, x, slots, weights)
+        rows, scales = check_rows(self.config, x, slots, weights, self._bound)
         if slots.device.type == "cpu":  # elsewhere the look would stop the device
             check_slots(self.config, slots)
         self._land_all()
@@ -247,7 +255,6 @@ class ElasticDispatcher(Dispatcher):
             do_expand=self.expand,
             use_tma_aligned_col_major_sf=self._columns,
         )
-        self._flights.add(flight)
         self._stats.calls += 1
         self._count(slots)
         return flight
@@ -270,6 +277,7 @@ class ElasticDispatcher(Dispatcher):
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
         flight = _Flight.expect(handle, self, HandleState.RECEIVED)
+        check_values(y)
         ticket, rows = flight.arrived
         if index is not None:
             raise DispatchError("index: only the PAIRS form takes one; must be None")
@@ -336,8 +344,7 @@ class ElasticDispatcher(Dispatcher):
                 explicitly_destroy=True,
             )
         except (RuntimeError, AssertionError) as error:
-            said = str(error).splitlines()[0] if str(error) else "an assertion without a message"
-            raise DispatchError(f"dispatcher {self.name!r}: {said}") from error
+            raise DispatchError(f"dispatcher {self.name!r}: {raised(error)}") from error
         apart, together = buffer.get_physical_domain_size()
         if apart > nodes:
             buffer.destroy()
@@ -364,10 +371,12 @@ class ElasticDispatcher(Dispatcher):
                 *results, event = call(**arguments)
                 keep(results)
                 flight.land = lambda: event.current_stream_wait()
+        self._flying.append(flight)
 
     def _land_all(self) -> None:
         """What was deferred lies in the buffer still: it must be out before the next call."""
-        for flight in list(self._flights):
+        flying, self._flying = self._flying, []
+        for flight in flying:
             flight.landed(self.name)
 
     def _count(self, slots: Tensor) -> None:

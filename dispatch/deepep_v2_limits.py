@@ -14,7 +14,6 @@ NVLink, S such groups (R = U * S), e local slots.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from dispatch import deepep
 from dispatch.base import DispatchConfig, WireFormat
+from dispatch.words import counted, nearest, raised, version_of
 from ep.group import EPGroup
 
 MAX_RANKS = 1024
@@ -102,13 +102,14 @@ def load() -> tuple[Any, Api]:
     for name, importer in packages.items():
         try:
             library = importer()
-        except Exception as error:  # a broken wheel may raise anything
+            api, version = api_of(library), version_of(library)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a broken wheel may raise anything
             reasons.append(_why_absent(name, error))
             continue
-        api = api_of(library)
         if api is not None:
             return library, api
-        version = getattr(library, "__version__", "of unknown version")
         reasons.append(f"{name} {version} has neither ElasticBuffer (2.0) nor EPBuffer (2.5)")
     if reasons == [f"{name} is not installed" for name in packages]:
         reasons = [", nor ".join([reasons[0], *list(packages)[1:]])]
@@ -126,20 +127,13 @@ def wrong_api(library: Any, api: Api) -> list[str]:
     if api.defers:
         used["dispatch"].add("defer_epilogue")
         used["combine"].add("defer_epilogue")
-    found, buffer = [], getattr(library, api.buffer)
-    for method, names in used.items():
-        taken = set(inspect.signature(getattr(buffer, method, None) or (lambda: None)).parameters)
-        if names - taken:
-            missing = ", ".join(sorted(names - taken))
-            found.append(f"{api.buffer}.{method} takes no {missing}")
-    return found
+    return deepep.wrong_parameters(getattr(library, api.buffer), api.buffer, used)
 
 
-def _why_absent(name: str, error: Exception) -> str:
+def _why_absent(name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return f"{name} is not installed"
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{name} cannot be imported: {said}"
+    return f"{name} cannot be imported: {raised(error)}"
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -246,9 +240,8 @@ def problems(
     if not 1 <= top_k <= MAX_TOP_K:
         found.append(f"top_k={top_k}: valid are 1..{MAX_TOP_K}")
     if hidden % HIDDEN_STEP:
-        below = hidden // HIDDEN_STEP * HIDDEN_STEP
-        near = f"{below} or {below + HIDDEN_STEP}" if below else f"{HIDDEN_STEP}"
-        found.append(f"hidden_size={hidden}: a multiple of {HIDDEN_STEP}, such as {near}")
+        near = nearest(hidden, HIDDEN_STEP)
+        found.append(f"hidden_size={hidden}: must be a multiple of {HIDDEN_STEP}; {near}")
     found += deepep.division_problems(num_experts, num_ranks)
     local, most = -(-num_experts // num_ranks), api.max_local_experts
     if num_experts > MAX_EXPERTS:
@@ -258,14 +251,11 @@ def problems(
             f"{local} experts a rank: at most {most}, so num_physical_experts <= {num_ranks * most}"
         )
     found += _node_problems(api, num_ranks, num_nodes, hidden, top_k, num_experts, fp8)
-    if max_tokens < 1:
-        found.append(f"max_tokens_per_rank={max_tokens}: must be at least 1")
-    elif expanded_rows(num_ranks, max_tokens, top_k, local, alignment) > MAX_ROWS:
+    if expanded_rows(num_ranks, max_tokens, top_k, local, alignment) > MAX_ROWS:
         room = MAX_ROWS // alignment * alignment - (alignment - 1) * local
         fits = room // (num_ranks * min(top_k, local))
-        found.append(
-            f"max_tokens_per_rank={max_tokens}: rows are numbered by int32; at most {fits}"
-        )
+        takes = f"at most {fits}" if fits > 0 else "no number of tokens fits"
+        found.append(f"max_tokens_per_rank={max_tokens}: rows are numbered by int32; {takes}")
     return found
 
 
@@ -277,7 +267,9 @@ def _node_problems(
         most = direct_ranks(api, hidden, top_k, num_ranks, num_experts, fp8)
         if num_ranks <= most:
             return []
-        why = f"{num_ranks} ranks on {num_nodes} nodes: at most {most}, a thread for each"
+        where = f"{counted(num_ranks, 'rank')} on {counted(num_nodes, 'node')}"
+        fits = f"at most {most}" if most > 0 else "rows are too long for any"
+        why = f"{where}: {fits}, a thread for each"
         if num_nodes > 1:
             why += f"; rows are relayed among {MAX_RELAYED_DOMAINS} nodes at most"
         return [why]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from dispatch.base import DispatchConfig
 from dispatch.deepep_v2_limits import Api, buffer_bytes_for, largest_tokens
 from dispatch.mib import mib
+from dispatch.words import counted
 from ep.group import EPGroup
 
 GIN_PROXY = "2"  # NCCL_GIN_TYPE of network access through the host
@@ -33,9 +34,10 @@ def machine_problems(api: Api, group: EPGroup, config: DispatchConfig) -> list[s
     free, _ = torch.cuda.mem_get_info()
     if size > free:
         most = largest_tokens(api, group, config, free)
+        takes = f"at most {counted(most, 'token')}" if most else "none of even one token fits"
         found.append(
             f"max_tokens_per_rank={config.max_tokens_per_rank}: the buffer needs {mib(size)}, "
-            f"{mib(free)} are free on the device; at most {most} tokens"
+            f"{mib(free)} are free on the device; {takes}"
         )
     loaded: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     found += nccl_problems(api, loaded)

@@ -78,8 +78,10 @@ class DelayedDispatcher(Dispatcher):
         self.inner.set_step_bound(max_tokens, decode_only)
 
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
-        ready = self._ready(x.shape[0])
-        return _DelayedHandle(self, self.inner.dispatch_start(x, slots, weights), x.shape[0], ready)
+        began = self._clock()
+        inner = self.inner.dispatch_start(x, slots, weights)  # it looks at the arguments
+        ready = began + self._takes(x.shape[0])
+        return _DelayedHandle(self, inner, x.shape[0], ready)
 
     def dispatch_finish(self, handle: Handle) -> Received:
         mine = self._expect("dispatch_finish", handle)
@@ -89,7 +91,7 @@ class DelayedDispatcher(Dispatcher):
 
     def combine_start(self, handle: Handle, y: Tensor, index: Tensor | None = None) -> None:
         mine = self._expect("combine_start", handle)
-        ready = self._ready(mine.num_tokens)
+        ready = self._clock() + self._takes(mine.num_tokens)
         self.inner.combine_start(mine.inner, y, index)
         mine.ready = ready
 
@@ -128,8 +130,8 @@ class DelayedDispatcher(Dispatcher):
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _ready(self, num_tokens: int) -> float:
-        return self._clock() + self.latency + num_tokens * self.per_token
+    def _takes(self, num_tokens: int) -> float:
+        return self.latency + num_tokens * self.per_token
 
     def _wait(self, handle: _DelayedHandle) -> None:
         left = handle.ready - self._clock()

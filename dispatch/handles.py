@@ -6,6 +6,7 @@ Knows: the order of the calls, the shapes of their arguments. Knows nothing of t
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from dispatch.base import (
 )
 from dispatch.fp8 import row_scales
 from dispatch.permute import to_row_major
+from dispatch.words import counted, nearest, raised
 from ep.group import EPGroup
 
 
@@ -66,6 +68,17 @@ def check_probe(name: str, answer: Probe) -> None:
         raise DispatchError(f"dispatcher {name!r}: {answer.reason}")
 
 
+def answer_of(package: str, ask: Callable[[], Probe]) -> Probe:
+    """What `ask` says. A library that raises as it is asked, even what would end the process, is
+    one that cannot run here: that is its reason."""
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Probe(False, f"{package}: {raised(error)}")
+
+
 def group_problem(group: EPGroup, config: DispatchConfig) -> str | None:
     """Why collectives among ranks cannot carry this; None: they can."""
     if group.size == 1 or group.device_group is None:
@@ -73,7 +86,7 @@ def group_problem(group: EPGroup, config: DispatchConfig) -> str | None:
     if config.num_physical_experts % group.size:
         return (
             f"num_physical_experts={config.num_physical_experts} does not divide by "
-            f"{group.size} ranks"
+            f"{counted(group.size, 'rank')}: {nearest(config.num_physical_experts, group.size)}"
         )
     return None
 
@@ -86,32 +99,42 @@ def form_for(config: DispatchConfig, asked: CombineForm | None) -> CombineForm:
 
 
 def check_inputs(
-    config: DispatchConfig, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor
+    config: DispatchConfig,
+    x: Tensor | Fp8Tokens,
+    slots: Tensor,
+    weights: Tensor,
+    bound: int | None = None,
 ) -> Tensor:
-    """x in the model dtype, if the arguments of dispatch_start have the shapes of the interface;
-    else DispatchError. For backends that take such rows whatever `config.wire` is.
+    """x in the model dtype, if the arguments of dispatch_start have the shapes of the interface and
+    no more tokens than the step's bound; else DispatchError. For backends that take such rows
+    whatever `config.wire` is.
 
-    The range of slots is not looked at here: see `check_slots`.
+    What slots say is not looked at here: see `check_slots`.
     """
     if isinstance(x, Fp8Tokens):
         raise DispatchError(f"x: FP8 rows; must be {config.dtype}: this backend takes no others")
     _check_matrix("x", x, config.dtype, config.hidden_size)
-    _check_picks(config, x.shape[0], slots, weights)
+    _check_picks(config, x.shape[0], slots, weights, bound)
     return x
 
 
 def check_rows(
-    config: DispatchConfig, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor
+    config: DispatchConfig,
+    x: Tensor | Fp8Tokens,
+    slots: Tensor,
+    weights: Tensor,
+    bound: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x, scales (None for wire=model), if the arguments of dispatch_start are what `config.wire`
-    says; else DispatchError. Slots: as `check_inputs`."""
+    and the step's bound say; else DispatchError. Slots: as `check_inputs`."""
     wire, hidden = config.wire, config.hidden_size
     if wire is WireFormat.MODEL:
         if isinstance(x, Fp8Tokens):
             raise DispatchError(f"x: FP8 rows; must be {config.dtype}, as wire=model")
-        return check_inputs(config, x, slots, weights), None
+        return check_inputs(config, x, slots, weights, bound), None
     if not isinstance(x, Fp8Tokens):
-        raise DispatchError(f"x: {x.dtype} rows; must be Fp8Tokens, as wire={wire.value}")
+        given = f"{x.dtype} rows" if isinstance(x, Tensor) else type(x).__name__
+        raise DispatchError(f"x: {given}; must be Fp8Tokens, as wire={wire.value}")
     form, dtype, width = row_scales(hidden, wire)
     if x.scale_format is not form:
         raise DispatchError(
@@ -119,26 +142,47 @@ def check_rows(
         )
     _check_matrix("x.values", x.values, torch.float8_e4m3fn, hidden)
     tokens = x.values.shape[0]
+    _check_tensor("x.scales", x.scales)
     if x.scales.shape != (tokens, width) or x.scales.dtype != dtype:
         raise DispatchError(
             f"x.scales: {x.scales.dtype} {list(x.scales.shape)}; must be {dtype} "
             f"{[tokens, width]}, as wire={wire.value} at hidden_size={hidden}"
         )
-    _check_picks(config, tokens, slots, weights)
+    _check_picks(config, tokens, slots, weights, bound)
     return x.values, x.scales
 
 
+def device_of(*arguments: Any) -> torch.device:
+    """Where arguments are that may be anything: the first that says so; else the CPU."""
+    for value in arguments:
+        if isinstance(value, Tensor | Fp8Tokens):
+            return value.device
+    return torch.device("cpu")
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise DispatchError(f"{name}: {type(value).__name__}; must be a tensor")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise DispatchError(f"{name}: requires grad; must not: nothing here is differentiated")
+
+
 def _check_matrix(name: str, x: Tensor, dtype: torch.dtype, width: int) -> None:
+    _check_tensor(name, x)
     if x.dim() != 2 or x.shape[1] != width or x.dtype != dtype:
         raise DispatchError(f"{name}: {x.dtype} {list(x.shape)}; must be {dtype} [T, {width}]")
 
 
-def _check_picks(config: DispatchConfig, tokens: int, slots: Tensor, weights: Tensor) -> None:
+def _check_picks(
+    config: DispatchConfig, tokens: int, slots: Tensor, weights: Tensor, bound: int | None
+) -> None:
     shape = (tokens, config.top_k)
+    _check_tensor("slots", slots)
     if slots.shape != shape or slots.dtype != torch.int32:
         raise DispatchError(
             f"slots: {slots.dtype} {list(slots.shape)}; must be int32 {list(shape)}"
         )
+    _check_tensor("weights", weights)
     if weights.shape != shape or weights.dtype != torch.float32:
         raise DispatchError(
             f"weights: {weights.dtype} {list(weights.shape)}; must be float32 {list(shape)}"
@@ -147,24 +191,48 @@ def _check_picks(config: DispatchConfig, tokens: int, slots: Tensor, weights: Te
         raise DispatchError(
             f"x: {tokens} tokens; at most max_tokens_per_rank={config.max_tokens_per_rank}"
         )
+    if bound is not None and tokens > bound:
+        raise DispatchError(f"x: {tokens} tokens; the agreed bound is {bound}")
 
 
 def check_slots(config: DispatchConfig, slots: Tensor) -> None:
-    """DispatchError if a physical slot is not in -1..P-1."""
+    """DispatchError if a physical slot is not in -1..P-1 or, on CPUs, a token picks one twice: a
+    sort of what lies on a device is not worth its time there."""
     if slots.numel() == 0:
         return
-    low, high = slots.aminmax()
+    if slots.device.type == "cpu":
+        ordered = slots.sort(dim=1).values
+        low, high = ordered[:, 0].min(), ordered[:, -1].max()
+    else:
+        ordered = None
+        low, high = slots.aminmax()
     if int(low) < -1 or int(high) >= config.num_physical_experts:
         raise DispatchError(
             f"slots: {int(low)}..{int(high)}; valid are -1 (masked) and "
             f"0..{config.num_physical_experts - 1}"
         )
+    if ordered is None:
+        return
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token, k = twice.nonzero()[0].tolist()
+        raise DispatchError(
+            f"slots: token {token} has slot {int(ordered[token, k])} twice; must be distinct"
+        )
+
+
+def check_values(y: Tensor) -> None:
+    """DispatchError unless y holds what experts can hand back, whatever its shape."""
+    _check_tensor("y", y)
+    if not y.dtype.is_floating_point:
+        raise DispatchError(f"y: {y.dtype}; must be a floating-point dtype")
 
 
 def check_outputs(
     form: CombineForm, slots: Tensor, hidden: int, y: Tensor, index: Tensor | None
 ) -> None:
     """DispatchError unless y (and index) fit the received slots [N, K]."""
+    check_values(y)
     if form is CombineForm.SUMMED:
         if index is not None:
             raise DispatchError("index: only the PAIRS form takes one; must be None")
@@ -174,6 +242,7 @@ def check_outputs(
     if y.dim() != 2 or y.shape[1] != hidden:
         raise DispatchError(f"y: {list(y.shape)}; must be [pairs, {hidden}]")
     if index is not None:
+        _check_tensor("index", index)
         if index.shape != slots.shape or index.dtype != torch.int64:
             raise DispatchError(
                 f"index: {index.dtype} {list(index.shape)}; must be int64 {list(slots.shape)}"

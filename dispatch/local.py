@@ -80,7 +80,9 @@ class LocalDispatcher(Dispatcher):
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError("dispatcher 'local' is closed")
-        values, scales = check_rows(self.config, x, slots, weights)
+        values, scales = check_rows(self.config, x, slots, weights, self._bound)
+        if slots.device.type == "cpu":  # elsewhere the range shows by itself, as picks are counted
+            check_slots(self.config, slots)
         self.stats.rows_sent_to_rank = [values.shape[0]]
         return TokenHandle(owner=self, x=values, slots=slots, weights=weights, scales=scales)
 

@@ -59,14 +59,16 @@ from dispatch.combine import CombinePairs
 from dispatch.handles import (
     HandleState,
     TokenHandle,
+    answer_of,
     check_probe,
     check_rows,
     check_slots,
+    check_values,
 )
+from dispatch.mib import mib
 from dispatch.nvshmem_sizes import (
     IN_FLIGHT,
     buffer_shapes,
-    check_distinct,
     held_bytes,
     limit_problems,
     row_of,
@@ -143,7 +145,6 @@ class SymmetricDispatcher(Dispatcher):
         self._device = torch.device(self._library.device)
         self._stream: Any = _stream() if self._device.type == "cuda" else None
         self._buffers = [self._make_buffers() for _ in range(IN_FLIGHT)]
-        self._bound = config.max_tokens_per_rank
         self._closed = False
         self._stats = DispatchStats(rows_sent_to_rank=[0] * group.size)
         # Kept where the tokens are, so that counting waits for no device; written in place, so that
@@ -153,6 +154,10 @@ class SymmetricDispatcher(Dispatcher):
 
     @classmethod
     def probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
+        return answer_of(f"torch {torch.__version__}", lambda: cls._probe(group, config))
+
+    @classmethod
+    def _probe(cls, group: EPGroup, config: DispatchConfig) -> Probe:
         if group.size == 1:
             return Probe(False, "needs two ranks or more: torch makes no team of one")
         found = limit_problems(config, group.size)
@@ -176,7 +181,7 @@ class SymmetricDispatcher(Dispatcher):
             found += nvshmem_library.node_problems(group.num_nodes, env)
         if found:
             return Probe(False, f"{what}: " + "; ".join(found))
-        return Probe(True, f"{what}, {group.size} ranks {how}, buffers of {size} bytes")
+        return Probe(True, f"{what}, {group.size} ranks {how}, buffers of {mib(size)}")
 
     @classmethod
     def plan(cls, group: EPGroup, config: DispatchConfig) -> BufferPlan:
@@ -203,25 +208,19 @@ class SymmetricDispatcher(Dispatcher):
         stats.bytes_sent = stats.dispatch_bytes + stats.combine_bytes
         return stats
 
-    def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
-        """No more rows than the bound allows are handed on: a smaller N."""
-        most = self.config.max_tokens_per_rank
-        self._bound = most if max_tokens is None else min(max_tokens, most)
-
     # -- there -----------------------------------------------------------------------------
 
     def dispatch_start(self, x: Tensor | Fp8Tokens, slots: Tensor, weights: Tensor) -> Handle:
         if self._closed:
             raise DispatchError(f"dispatcher {self.name!r} is closed")
-        values, scales = check_rows(self.config, x, slots, weights)
-        if values.shape[0] > self._bound:
-            raise DispatchError(f"x: {values.shape[0]} tokens; the agreed bound is {self._bound}")
+        values, scales = check_rows(self.config, x, slots, weights, self._bound)
         if slots.device.type == "cpu":  # elsewhere the look would stop the device
             check_slots(self.config, slots)
-            check_distinct(slots)
         buffers = self._take_buffers()
         flight = _Flight(self, values, slots, weights, buffers=buffers)
-        flight.rows = rows_out(self.config, self.group.size, self._bound, self.align)
+        # No more rows than the bound allows are handed on: a smaller N.
+        most = self.config.max_tokens_per_rank if self._bound is None else self._bound
+        flight.rows = rows_out(self.config, self.group.size, most, self.align)
         buffers.flight = weakref.ref(flight)
         self._pack(flight, buffers, values, scales)
         with self._beside(flight):
@@ -267,6 +266,7 @@ class SymmetricDispatcher(Dispatcher):
         flight = _Flight.expect(handle, self, HandleState.RECEIVED)
         if index is not None:
             raise DispatchError("index: rows go back from where they came; must be None")
+        check_values(y)
         shape = (flight.rows, self.config.hidden_size)
         if y.shape != shape:
             raise DispatchError(f"y: {list(y.shape)}; must be {list(shape)}")

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 from dispatch.base import DispatchError
+from dispatch.mib import mib
+from dispatch.words import raised
 from ep.group import EPGroup
 
 _OPERATORS = {  # and what tells today's parameters from those of earlier releases
@@ -67,9 +69,10 @@ def why_absent() -> str | None:
             return f"{here}: built without CUDA, hence without NVSHMEM"
         if not symm_mem.is_nvshmem_available():
             return f"{here}: cannot load {_HOST_LIBRARY} (package nvidia-nvshmem-cu13)"
-    except Exception as error:  # a broken build may raise anything
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"{here}: symmetric memory cannot be imported: {said}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a broken build may raise anything
+        return f"{here}: symmetric memory cannot be imported: {raised(error)}"
     return None
 
 
@@ -87,10 +90,9 @@ def select_backend(library: Any) -> None:
     try:
         library.set_backend("NVSHMEM")
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
         raise DispatchError(
             f"dispatcher 'nvshmem': symmetric memory is {chosen}'s in this process, must be "
-            f"NVSHMEM's: {said}"
+            f"NVSHMEM's: {raised(error)}"
         ) from None
 
 
@@ -160,11 +162,11 @@ def device_problems(size: int, ranks_per_node: int) -> list[str]:
     """Device, its free memory against `size` bytes, what reaches its neighbours. Allocates
     nothing."""
     if not torch.cuda.is_available():
-        return [f"no CUDA device; symmetric buffers need {size} bytes of one"]
+        return [f"no CUDA device; symmetric buffers need {mib(size)} of one"]
     found = []
     free, _ = torch.cuda.mem_get_info()
     if size > free:
-        found.append(f"symmetric buffers need {size} bytes, {free} are free on the device")
+        found.append(f"symmetric buffers need {mib(size)}, {mib(free)} are free on the device")
     me, visible = torch.cuda.current_device(), torch.cuda.device_count()
     if visible >= ranks_per_node:  # else each rank sees its own only, and nothing can be asked
         far = [
@@ -187,7 +189,7 @@ def heap_problems(size: int, environment: dict[str, str]) -> list[str]:
         return []
     return [
         f"NVSHMEM_SYMMETRIC_SIZE={text} with NVSHMEM_DISABLE_CUDA_VMM=1: symmetric buffers need "
-        f"{size} bytes; set {size + 2**26} or more"
+        f"{mib(size)}; set {size + 2**26} or more"
     ]
 
 
@@ -222,7 +224,9 @@ def load_core() -> Any | None:
     """nvshmem4py, or None where it is not installed or cannot be loaded."""
     try:
         import nvshmem.core as core
-    except Exception:  # a missing driver raises errors of its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a missing driver raises errors of its own
         return None
     return core
 
@@ -262,9 +266,8 @@ def start(group: EPGroup, core: Any | None, device: Any = None) -> str:
             initializer_method="uid",
         )
     except Exception as error:  # nvshmem4py has errors of its own
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DispatchError(
-            f"dispatcher 'nvshmem': NVSHMEM {mine} does not start: {told}"
+            f"dispatcher 'nvshmem': NVSHMEM {mine} does not start: {raised(error)}"
         ) from error
     return f"NVSHMEM {mine} started by nvshmem4py, unique id over the CPU group"
 

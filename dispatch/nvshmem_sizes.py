@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dispatch.base import DispatchConfig, DispatchError, ScaleFormat, WireFormat
+from dispatch.base import DispatchConfig, ScaleFormat, WireFormat
 from dispatch.fp8 import row_scales
+from dispatch.words import counted, nearest
 
 _WARP = 32
 NUM_TILES = 512 // _WARP
@@ -109,15 +110,14 @@ def limit_problems(config: DispatchConfig, num_ranks: int) -> list[str]:
     found = []
     if num_ranks > MAX_RANKS:
         found.append(
-            f"{num_ranks} ranks: combine takes at most {COMBINE_MAX_RANKS}, dispatch "
+            f"{counted(num_ranks, 'rank')}: combine takes at most {COMBINE_MAX_RANKS}, dispatch "
             f"{DISPATCH_MAX_RANKS}; so at most {MAX_RANKS}"
         )
     slots = config.num_physical_experts
     if slots % num_ranks:
-        below = slots - slots % num_ranks
         found.append(
-            f"num_physical_experts={slots} does not divide by {num_ranks} ranks: nearest are "
-            f"{below} and {below + num_ranks}"
+            f"num_physical_experts={slots} does not divide by {counted(num_ranks, 'rank')}: "
+            f"{nearest(slots, num_ranks)}"
         )
     elif slots // num_ranks > MAX_LOCAL:
         found.append(
@@ -126,27 +126,12 @@ def limit_problems(config: DispatchConfig, num_ranks: int) -> list[str]:
             f"{MAX_LOCAL * num_ranks} in all"
         )
     step = _WORD // config.dtype.itemsize
-    if config.hidden_size % step or config.hidden_size < step:
-        below = config.hidden_size - config.hidden_size % step
-        nearest = f"{below} and {below + step}" if below else f"{step}"
+    if config.hidden_size % step:
         found.append(
             f"hidden_size={config.hidden_size}: a row must be whole words of {_WORD} bytes; "
-            f"nearest: {nearest}"
+            f"{nearest(config.hidden_size, step)}"
         )
-    if config.max_tokens_per_rank < 1:
-        found.append(f"max_tokens_per_rank={config.max_tokens_per_rank}: must be at least 1")
     return found
-
-
-def check_distinct(slots: Tensor) -> None:
-    """slots [T, K]. DispatchError if a token goes twice to one: buffers are made for fewer rows."""
-    ordered = slots.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(twice.any()):
-        token, k = twice.nonzero()[0].tolist()
-        raise DispatchError(
-            f"slots: token {token} has slot {int(ordered[token, k])} twice; must be distinct"
-        )
 
 
 def slots_of(rows: int, starts: Tensor, counts: Tensor) -> Tensor:

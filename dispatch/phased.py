@@ -65,6 +65,7 @@ class PhasedDispatcher(Dispatcher):
         raise DispatchError("plan: made of two dispatchers, which are asked apart")
 
     def set_step_bound(self, max_tokens: int | None, decode_only: bool = False) -> None:
+        max_tokens = self.checked_bound(max_tokens)
         few = max_tokens is not None and max_tokens <= self.decode.config.max_tokens_per_rank
         self._use(self.decode if decode_only and few else self.prefill)
         self.in_use.set_step_bound(max_tokens, decode_only)

@@ -29,6 +29,7 @@ from torch import Tensor
 from dispatch.allgather import AllGatherDispatcher
 from dispatch.base import DispatchConfig, DispatchError, Probe
 from dispatch.collective import CollectiveDispatcher
+from dispatch.words import counted, nearest
 from ep.group import EPGroup
 
 
@@ -323,6 +324,10 @@ class ThreadedAllGather(AllGatherDispatcher):
 
 def _divides(group: EPGroup, config: DispatchConfig) -> Probe:
     if config.num_physical_experts % group.size:
-        slots = config.num_physical_experts
-        return Probe(False, f"num_physical_experts={slots} does not divide by {group.size} ranks")
-    return Probe(True, f"over threads, {group.size} ranks")
+        slots, ranks = config.num_physical_experts, counted(group.size, "rank")
+        return Probe(
+            False,
+            f"num_physical_experts={slots} does not divide by {ranks}: "
+            f"{nearest(slots, group.size)}",
+        )
+    return Probe(True, f"over threads, {counted(group.size, 'rank')}")

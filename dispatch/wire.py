@@ -28,6 +28,33 @@ def stop_if_refused(counts: list[int]) -> None:
 
 
 @dataclass(frozen=True)
+class CountFormat:
+    """A number of rows for each rank, or REFUSED, where counts travel by themselves: c = 2 bytes
+    each, 4 where a rank may have 32768 tokens or more. They travel as bytes: not every transport
+    knows int16."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def choose(cls, max_tokens: int) -> CountFormat:
+        """max_tokens of a rank, which sends no more rows to another."""
+        return cls(torch.int16 if max_tokens <= torch.iinfo(torch.int16).max else torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Of one count."""
+        return self.dtype.itemsize
+
+    def pack(self, counts: list[int], device: torch.device) -> Tensor:
+        """[n] -> uint8 [n * nbytes]."""
+        return torch.tensor(counts, dtype=self.dtype, device=device).view(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> list[int]:
+        counts: list[int] = packed.view(self.dtype).tolist()
+        return counts
+
+
+@dataclass(frozen=True)
 class RowFormat:
     """A row is D hidden values, K fp32 weights, K local slots (int16; int32 from 32768 slots up)
     and, where the values are FP8, their scales; each part is padded to 4 bytes, so that all of them

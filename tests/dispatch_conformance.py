@@ -8,6 +8,7 @@ check returns what it found wrong, as text; nothing means that all is well. All 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -221,6 +222,55 @@ def check_refusal(contender: Contender, group: EPGroup, trials: Trials) -> list[
     return found
 
 
+def check_arguments(contender: Contender, group: EPGroup, trials: Trials) -> list[str]:
+    """What no backend takes, given by all ranks alike: each refuses by itself, all in the same
+    words, and the next layer works."""
+    trial, found, form = trials.row[1], [], contender.forms[0]
+    d, rank, config = contender.make(group, trial.config, form), group.rank, trial.config
+    wire = WireFormat.MODEL if d.quantises else config.wire
+    plain = torch.zeros(FEW, config.hidden_size, dtype=config.dtype)
+    rows: Any = plain if wire is WireFormat.MODEL else quantise(plain, wire)
+    weights = torch.ones(FEW, config.top_k)
+    slots = torch.full((FEW, config.top_k), -1, dtype=torch.int32)
+    slots[:, 0] = 0
+    twice = slots.clone()
+    twice[-1, -1] = 0
+    bad: list[tuple[str, tuple[Any, ...]]] = [
+        ("x: NoneType; must be", (None, slots, weights)),
+        ("slots: NoneType; must be a tensor", (rows, None, weights)),
+        ("weights: list; must be a tensor", (rows, slots, [1.0])),
+        (f"x: {FEW} tokens; the agreed bound is {FEW - 1}", (rows, slots, weights)),
+    ]
+    if config.top_k > 1:
+        bad.append((f"slots: token {FEW - 1} has slot 0 twice", (rows, twice, weights)))
+    for said, arguments in bad:
+        d.set_step_bound(FEW - 1 if "bound" in said else FEW)
+        found += _refuses(said, lambda a=arguments: d.dispatch_start(*a))  # type: ignore[misc]
+    for bound in (-1, 1.5, True):
+        asked = f"set_step_bound: max_tokens={bound}"
+        found += _refuses(asked, lambda b=bound: d.set_step_bound(b))  # type: ignore[misc]
+    d.set_step_bound(trial.bound)
+    handle = start(d, trial, rank)
+    received = d.dispatch_finish(handle)
+    whole = torch.zeros(received.x.shape, dtype=torch.int64)
+    found += _refuses("y: torch.int64; must be a floating", lambda: d.combine_start(handle, whole))
+    hand_back(d, handle, received, trial.case, rank)
+    wanted = trial.wanted[form][1][rank]
+    found += differs(d.combine_finish(handle), wanted, contender.tolerance(trial, form))
+    d.close()
+    return found
+
+
+def _refuses(said: str, call: Callable[[], Any]) -> list[str]:
+    """What is wrong with how it refuses."""
+    try:
+        call()
+    except DispatchError as error:
+        good = str(error).startswith(said) and not isinstance(error, PeerError)
+        return [] if good else [f"{said!r}, not {error}"]
+    return [f"{said!r}: was taken"]
+
+
 def conform(
     contender: Contender, group: EPGroup, trials: Trials, steps: int, all_checks: bool = True
 ) -> tuple[int, dict[str, list[str]]]:
@@ -229,6 +279,6 @@ def conform(
     found = {"steps": check_steps(contender, group, trials, steps)}
     if not all_checks:
         return len(trials.row), found
-    for check in (check_by_name, check_single, check_in_flight, check_refusal):
+    for check in (check_by_name, check_single, check_in_flight, check_refusal, check_arguments):
         found[check.__name__] = check(contender, group, trials)
     return len(trials.single) * len(contender.forms), found

@@ -85,7 +85,7 @@ def test_bytes_and_rows_are_as_the_docstring_says(
 
     row_bytes, room = 16 + 12 + 8, bound or max(tokens)
     width = 3 if form is CombineForm.PAIRS else 1
-    sent = 2 * (room + 1) * row_bytes + 2 * room * width * 7 * 2 + (16 if bound is None else 0)
+    sent = 2 * (room + 1) * row_bytes + 2 * room * width * 7 * 2 + (4 if bound is None else 0)
     assert world(3, body) == [(sent, [t] * 3, 1) for t in tokens]
 
 

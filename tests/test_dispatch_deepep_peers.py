@@ -124,3 +124,33 @@ def test_what_a_rank_refuses_it_refuses_alone(kind: type[Any]) -> None:
         return int(d.dispatch_finish(handle).counts.sum())
 
     assert sum(gloo_threads(4, body)) == sum(int((s >= 0).sum()) for s in CASE.slots)
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_the_group_outlives_a_buffer_closed_in_the_middle_of_a_layer(received: bool) -> None:
+    """By all ranks, so that nobody ever takes what each has sent."""
+
+    def body(group: EPGroup) -> int:
+        d = EmulatedLowLatencyDispatcher(group, CONFIG)
+        handle = start(d, group.rank)
+        if received:
+            d.dispatch_finish(handle)
+        d.close()
+        again = EmulatedLowLatencyDispatcher(group, CONFIG)
+        layer(again, group.rank)
+        again.close()
+        return 1
+
+    assert gloo_threads(4, body) == [1] * 4
+
+
+def test_layers_whose_handles_are_dropped_are_received_all_the_same() -> None:
+    def body(group: EPGroup) -> int:
+        d = EmulatedLowLatencyDispatcher(group, CONFIG)
+        for _ in range(8):
+            start(d, group.rank)
+            layer(d, group.rank)
+        d.close()
+        return 1
+
+    assert gloo_threads(4, body) == [1] * 4

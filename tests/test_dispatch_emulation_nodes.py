@@ -195,7 +195,7 @@ def test_what_nodes_ask_of_a_group() -> None:
     assert queues.get_rdma_buffer_size_hint(512, 16) > 0
     with pytest.raises(DispatchError, match="4 ranks a node: must be 8"):
         EmulatedNormalDispatcher(board.group(0, 4), config)
-    with pytest.raises(DispatchError, match="a multiple of 256, such as 0"):
+    with pytest.raises(DispatchError, match="must be a multiple of 256; nearest is 256"):
         EmulatedNormalDispatcher(group, replace(config, hidden_size=128, wire=WireFormat.FP8))
     with pytest.raises(HostAssertion, match="are on several nodes"):
         Buffer(ThreadBoard(1).group(0).cpu_group or _Solo()).internode_dispatch(torch.zeros(1, 8))

@@ -70,12 +70,12 @@ class Buffer:
         if self._several_nodes or low_latency_mode:
             python_assert(num_qps_per_rank > 0, "num_qps_per_rank > 0")
             depth = os.environ.get("NVSHMEM_QP_DEPTH", str(deepep.DEFAULT_QP_DEPTH))
-            self.nvshmem_qp_depth = int(depth)
+            self.nvshmem_qp_depth = int(depth)  # as the library does
             self.environment = {
                 "NVSHMEM_DISABLE_P2P": "0" if allow_nvlink_for_low_latency_mode else "1",
                 "NVSHMEM_IB_ENABLE_IBGDA": "1",
                 "NVSHMEM_IBGDA_NUM_RC_PER_PE": str(num_qps_per_rank),
-                "NVSHMEM_QP_DEPTH": depth,
+                "NVSHMEM_QP_DEPTH": str(self.nvshmem_qp_depth),
                 "NVSHMEM_MAX_TEAMS": "7",
                 "NVSHMEM_DISABLE_NVLS": "1",
                 "NVSHMEM_CUMEM_GRANULARITY": str(2**29),

@@ -13,6 +13,7 @@ not that each has tags of its own, by a number that rank 0 draws when all meet.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,6 @@ from dispatch.emulation.errors import PeerTimeout
 # for no rank may have more than two operations unreceived.
 _SETTLED = 6
 _CLOSING = 5.0  # seconds that the last sends have to be taken
-_FAREWELL = 1.0  # the same, where layers were left unfinished: nobody may be waiting
 _GONE = -1  # in place of a size: the sender has closed
 _TURNS = 2**20  # tags of an exchange; a tag has 31 bits
 
@@ -118,7 +118,9 @@ class Exchange:
     def close(self, broken: bool = False) -> None:
         """Wait a little until what was sent has been taken: unlike a write into a peer's memory, a
         message is lost with its sender. broken: others may wait for this rank's next message; they
-        learn that there will be none."""
+        learn that there will be none. Nobody may ever take that, and to wait for it in vain would
+        close the group's connections: what was sent is kept for `timeout`, and nothing is awaited.
+        """
         if broken and not self._closed:
             tag = self._tag(self._operations + 1)
             for rank in range(self.size):
@@ -126,8 +128,13 @@ class Exchange:
                     told = self._post(rank, torch.tensor([_GONE]), tag)
                     self._sent.setdefault(self._operations + 1, []).extend(told)
         self._closed = True
-        patience = _FAREWELL if broken else _CLOSING
-        end = time.monotonic() + min(self.timeout, patience)
+        if broken:
+            kept, self._sent = self._sent, {}
+            keeper = threading.Timer(self.timeout, kept.clear)
+            keeper.daemon = True
+            keeper.start()
+            return
+        end = time.monotonic() + min(self.timeout, _CLOSING)
         for operation in list(self._sent):
             self._settle(operation, max(end - time.monotonic(), 0.001))
 
