@@ -50,7 +50,8 @@ def draw(result: Result, path: Path) -> None:
 def _axis(result: Result) -> str:
     """What grew: the sweep, or whatever has several values, tokens first."""
     grown = [a for a in _AXES if len({row[a] for row in result.rows}) > 1]
-    return result.asked.sweep or (grown[0] if grown else "tokens")
+    swept = result.asked.sweep
+    return swept if swept in grown else grown[0] if grown else "tokens"
 
 
 # -- lines ----------------------------------------------------------------------------------------
