@@ -256,8 +256,10 @@ def _apply_layout(merged: dict[str, Any]) -> list[str]:
 def _emulation(merged: dict[str, Any]) -> list[str]:
     """Where nothing that is named can be emulated. What names nothing is said elsewhere."""
     parallel = merged.get("parallel")
-    if not isinstance(parallel, dict) or parallel.get("emulate") not in (True, "true"):
+    given = str(parallel.get("emulate")).lower() if isinstance(parallel, dict) else ""
+    if given not in ("true", "1", "yes", "on", "y", "t"):  # as pydantic reads a bool
         return []
+    assert isinstance(parallel, dict)
     asked = parallel.get("dispatch")
     wish = read_dispatch(str(asked or "auto"), [])
     why = None if wish is None else nothing_to_emulate(wish)
