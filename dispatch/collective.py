@@ -16,10 +16,8 @@ Q valid pairs among them, w bytes a value:
     combine: N * D * w (SUMMED) or Q * D * w (PAIRS)
 
 and with the bound B, counts and payload together are (R - 1) * (B + 1) * row_bytes: more bytes for
-a message less. What no transport could leave out is in dispatch/ideal.py. FP8 rows keep within 2 %
-of it from 256 channels on (whole multiples of 4), once rows of 100 * (R - 1) bytes and more leave
-the rank, twice that above 32767 tokens a rank: they are never sent in blocks unless asked for, and
-below that the counts alone may be more than 2 %.
+a message less. FP8 rows are never sent in blocks unless asked for, so that they keep within 2 % of
+what no transport could leave out, from so many bytes on as dispatch/ideal.py says.
 
 Shape letters: T tokens, D hidden, K top-k, R ranks, e local slots, S rows sent, N rows received,
 Q valid pairs.

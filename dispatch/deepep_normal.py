@@ -10,7 +10,7 @@ may change between steps.
 
 Bytes of a row on its way, w as the wire has it: D * w + scales + 12 * K (int64 picks, fp32
 weights). Against rows whose picks have 2 bytes (dispatch/ideal.py) that is 6 * K more: 1.0065 times
-as many bytes in FP8 at D = 7168, K = 8, and within 2 % wherever D is 300 * K or more; smaller rows
+as many bytes in FP8 at D = 7168, K = 8, and within 2 % where D is 320 * K or more; smaller rows
 exceed it. `stats` counts a row once for each other rank of this node and once for each
 other node; what this rank passes on for ranks of other nodes is not counted: the host never learns
 of it.
