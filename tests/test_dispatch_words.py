@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dispatch.base import DispatchConfig, DispatchError
+from dispatch.handles import check_slots
 from dispatch.words import counted, nearest, raised, version_of
 
 CONFIG = DispatchConfig(256, 8, 16, 64, torch.bfloat16, deterministic=False)
@@ -69,3 +70,20 @@ def test_no_configuration_is_degenerate(changes: dict[str, Any], said: str) -> N
 def test_the_most_that_is_said_is_valid() -> None:
     assert replace(CONFIG, max_tokens_per_rank=268435455)
     assert replace(CONFIG, top_k=1, max_tokens_per_rank=2**31 - 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_a_slot_is_picked_once_whatever_the_number_of_tokens(tokens: int) -> None:
+    """Few are looked at in another way than many."""
+    slots = torch.arange(8, dtype=torch.int32).repeat(tokens, 1)
+    slots[:, 3] = slots[:, 6] = -1  # masked ones may be many
+    check_slots(CONFIG, slots)
+    for value, said in (
+        (5, f"slots: token {tokens - 1} has slot 5 twice; must be distinct"),
+        (16, "slots: -1..16; valid are -1 (masked) and 0..15"),
+        (-2, "slots: -2..7; valid are -1 (masked) and 0..15"),
+    ):
+        wrong = slots.clone()
+        wrong[-1, 3] = value
+        with pytest.raises(DispatchError, match=re.escape(said)):
+            check_slots(CONFIG, wrong)
