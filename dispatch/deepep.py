@@ -126,12 +126,13 @@ def mode_problems(config: DispatchConfig, what_it_does: str) -> list[str]:
     return found
 
 
-def division_problems(num_experts: int, num_ranks: int) -> list[str]:
+def division_problems(num_experts: int, num_ranks: int, most: int | None = None) -> list[str]:
+    """most: experts of all ranks together, where there is a limit."""
     if num_experts % num_ranks == 0:
         return []
     return [
         f"num_physical_experts={num_experts} does not divide by {counted(num_ranks, 'rank')}: "
-        f"{nearest(num_experts, num_ranks)}"
+        f"{nearest(num_experts, num_ranks, most)}"
     ]
 
 

@@ -269,8 +269,8 @@ def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]
         found.append(f"{size} ranks on several nodes: up to {node} must share one")
     if not 1 <= config.top_k <= deepep.NORMAL_MAX_TOP_K:
         found.append(f"top_k={config.top_k}: valid are 1..{deepep.NORMAL_MAX_TOP_K}")
-    found += deepep.division_problems(config.num_physical_experts, size)
     local, most = config.num_physical_experts // size, deepep.NORMAL_MAX_LOCAL_EXPERTS
+    found += deepep.division_problems(config.num_physical_experts, size, most * size)
     if local > most:
         found.append(
             f"num_physical_experts={config.num_physical_experts}, {local} a rank: at most {most}, "
@@ -279,8 +279,9 @@ def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]
     fp8 = config.wire is not WireFormat.MODEL
     step = 16 if fp8 else 8  # 16-byte words of a row; between nodes, 32 of them of a result
     step = 256 if size > node else step
+    longest = deepep.NORMAL_MAX_SCALES * 128 if fp8 else None
     if config.hidden_size % step:
-        near = nearest(config.hidden_size, step)
+        near = nearest(config.hidden_size, step, longest)
         found.append(f"hidden_size={config.hidden_size}: must be a multiple of {step}; {near}")
     scales, most = num_blocks(config.hidden_size), deepep.NORMAL_MAX_SCALES
     if fp8 and scales > most:

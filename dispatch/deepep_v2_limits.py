@@ -242,8 +242,9 @@ def problems(
     if hidden % HIDDEN_STEP:
         near = nearest(hidden, HIDDEN_STEP)
         found.append(f"hidden_size={hidden}: must be a multiple of {HIDDEN_STEP}; {near}")
-    found += deepep.division_problems(num_experts, num_ranks)
     local, most = -(-num_experts // num_ranks), api.max_local_experts
+    in_all = min(MAX_EXPERTS, num_ranks * most)
+    found += deepep.division_problems(num_experts, num_ranks, in_all)
     if num_experts > MAX_EXPERTS:
         found.append(f"num_physical_experts={num_experts}: at most {MAX_EXPERTS}")
     if local > most:

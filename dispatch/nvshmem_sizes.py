@@ -117,7 +117,7 @@ def limit_problems(config: DispatchConfig, num_ranks: int) -> list[str]:
     if slots % num_ranks:
         found.append(
             f"num_physical_experts={slots} does not divide by {counted(num_ranks, 'rank')}: "
-            f"{nearest(slots, num_ranks)}"
+            f"{nearest(slots, num_ranks, MAX_LOCAL * num_ranks)}"
         )
     elif slots // num_ranks > MAX_LOCAL:
         found.append(

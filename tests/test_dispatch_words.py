@@ -24,6 +24,8 @@ class Mute(Exception):
 def test_words() -> None:
     assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert nearest(100, 8) == "nearest are 96 and 104"
+    assert nearest(100, 8, 100) == nearest(200, 8, 100) == "nearest is 96"
+    assert nearest(100, 8, 104) == "nearest are 96 and 104"
     assert nearest(4, 8) == nearest(0, 8) == nearest(-3, 8) == "nearest is 8"
 
 
