@@ -16,8 +16,8 @@ def counted(number: int, noun: str) -> str:
 def nearest(value: int, step: int, most: int | None = None) -> str:
     """Multiples that are valid: "nearest are 96 and 104" for 100 and 8; where nothing above 0 lies
     below, "nearest is 8". step: at least 1. most: what no valid value exceeds; at least a step."""
-    below = value - value % step
-    valid = [n for n in (below, below + step) if n > 0 and (most is None or n <= most)]
+    below = max(value - value % step, 0)
+    valid = [n for n in (below, below + step) if n and (most is None or n <= most)]
     if not valid and most is not None:
         valid = [most - most % step]
     return f"nearest {'are' if len(valid) > 1 else 'is'} {' and '.join(map(str, valid))}"

@@ -74,7 +74,7 @@ def check_two_in_flight(group: EPGroup) -> bool:
 def check_refusal(group: EPGroup) -> str:
     config = config_for(random_placement(8, group.size, 0, 0))
     d = CollectiveDispatcher(group, config)
-    slots = torch.full((1, 3), 0 if group.rank != 1 else 99, dtype=torch.int32)
+    slots = torch.tensor([[0, 1, 2 if group.rank != 1 else 99]], dtype=torch.int32)
     try:
         d.dispatch_start(torch.zeros(1, 6, dtype=config.dtype), slots, torch.ones(1, 3))
     except (PeerError, DispatchError) as error:
