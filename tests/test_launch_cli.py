@@ -72,6 +72,7 @@ def test_help_names_all_commands_and_imports_nothing_heavy():
         "bench sweep",
         "bench compare",
         "bench dispatch",
+        "bench kernels",
         "plan",
         "launch",
         "launch slurm",

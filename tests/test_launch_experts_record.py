@@ -217,8 +217,8 @@ def test_generate_saves_the_load_of_what_it_computes(
 def test_bench_saves_the_load_of_its_runs(random_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "b.npz"
     lengths = ("--prompt-length", "4", "--output-length", "5", "--prefill-length", "8")
-    flags = ("--batch", "2", "--repeat", "1", *lengths, *SMALL)
-    done = command("bench", "offline", str(random_checkpoint), *flags, "--record-experts", str(path))
+    flags = ("--batch", "2", "--repeat", "1", *lengths, *SMALL, "--record-experts", str(path))
+    done = command("bench", "offline", str(random_checkpoint), *flags)
     assert done.returncode == 0, done.stderr
     recording = ExpertRecording.load(path)
     assert recording.tokens.sum(axis=0).tolist() == [2 * 4 + 8, 2 * 4]

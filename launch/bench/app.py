@@ -292,3 +292,24 @@ def dispatch(
         plot=plot,
     )
     DispatchBench(flags, json).run()
+
+
+@bench_app.command(cls=Command)
+def kernels(
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Kernels whose name contains this")
+    ] = "",
+    kernels: Annotated[str, typer.Option(metavar="NAME", help="auto, native or torch")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kernel")] = 0.5,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute threads; default: torch's")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line is one JSON object")
+    ] = False,
+) -> None:
+    """Time each kernel of a layer beside the best that plain torch has, in turn, and beside what
+    this machine can do: its fastest product, its fastest read."""
+    from launch.bench.kernels import KernelBench
+
+    KernelBench(only, kernels, seconds, threads).run(as_json)

@@ -1,17 +1,16 @@
 """Times every kernel against the best that plain torch offers, on this machine, now.
 
-`python -m models.deepseek.kernels.bench [--threads N] [--seconds S] [--only NAME]` prints a table.
-Ours and torch's runs alternate, so that a busy neighbour hurts both; the ratio is the median of
-paired ratios. Weights rotate through copies larger than any cache, as they do in a model. Shapes:
-a layer of a 1.7 B V3-shaped model (hidden 1024, 64 experts of 704, 16 heads, latent 512 + 64).
+`moeserve bench kernels` shows it. Ours and torch's runs alternate, so that a busy neighbour hurts
+both; the ratio is the median of paired ratios. Weights rotate through copies larger than any cache,
+as they do in a model. Shapes: a layer of a 1.7 B V3-shaped model (hidden 1024, 64 experts of 704,
+16 heads, latent 512 + 64).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.deepseek.kernels.base import GateSpec, Kernels
-from models.deepseek.kernels.select import create_kernels
 from models.interface import ForwardBatch
 
 HIDDEN, EXPERTS, TOP_K, INTER = 1024, 64, 6, 704
@@ -313,34 +311,40 @@ def run_case(case: Case, budget: float) -> tuple[float, float | None, float | No
     return statistics.median(ours), statistics.median(theirs), statistics.median(ratios)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for each kernel")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--kernels", default="native")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    choice = create_kernels(options.kernels)
-    limits = measure_limits()
-    print(f"{choice.reason}; {options.threads} threads")
-    print(f"limits now: {limits.gflops:.0f} GFLOP/s bf16 (torch), {limits.gbytes:.1f} GB/s read\n")
-    print("| kernel | ours us | torch us | ratio | GFLOP/s | of peak | GB/s | of read |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for make in all_cases(choice.kernels):
+@dataclass(frozen=True)
+class Row:
+    """One kernel, measured: seconds of a call (medians), ratio theirs / ours of pairs, and shares
+    of what this machine did in the same run."""
+
+    kernel: str
+    ours: float
+    theirs: float | None
+    ratio: float | None
+    gflops: float
+    of_peak: float
+    gbytes: float
+    of_read: float
+
+
+def cases_named(kernels: Kernels, only: str = "") -> Iterator[Case]:
+    """Those whose name contains `only`, made one at a time."""
+    for make in all_cases(kernels):
         case = make()
-        if options.only not in case.name:
-            continue
-        ours, theirs, ratio = run_case(case, options.seconds)
-        gflops, gbytes = case.flops / ours / 1e9, case.bytes / ours / 1e9
-        print(
-            f"| {case.name} | {ours * 1e6:.0f} | "
-            f"{'-' if theirs is None else format(theirs * 1e6, '.0f')} | "
-            f"{'-' if ratio is None else format(ratio, '.2f')} | {gflops:.0f} | "
-            f"{gflops / limits.gflops:.0%} | {gbytes:.1f} | {gbytes / limits.gbytes:.0%} |",
-            flush=True,
-        )
+        if only in case.name:
+            yield case
 
 
-if __name__ == "__main__":
-    main()
+def measure(case: Case, limits: Limits, budget: float) -> Row:
+    """budget: seconds for it."""
+    ours, theirs, ratio = run_case(case, budget)
+    gflops, gbytes = case.flops / ours / 1e9, case.bytes / ours / 1e9
+    return Row(
+        case.name,
+        ours,
+        theirs,
+        ratio,
+        gflops,
+        gflops / limits.gflops,
+        gbytes,
+        gbytes / limits.gbytes,
+    )
