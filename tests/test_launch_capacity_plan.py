@@ -152,6 +152,15 @@ def test_redundancy_is_priced_by_balance() -> None:
     assert typical(384).shape == (8, 384)
 
 
+def test_typical_loads_are_those_of_the_phase() -> None:
+    """Prompts leave more uneven experts than answers: hot pairs stay together without copies."""
+    one = replace(from_preset("v3-prefill-32"), redundant=0)
+    prefill, decode = balance(one), balance(replace(one, phase="decode"))
+    assert prefill.mean == pytest.approx(1.178, abs=0.01) and decode.mean < 1.05 < prefill.mean
+    assert prefill.source.endswith("prefill") and decode.source.endswith("decode")
+    assert balance(from_preset("v3-prefill-32")).mean < 1.01, "32 copies even it out"
+
+
 def test_search_keeps_limits_and_finds_the_front() -> None:
     base = replace(from_preset("v3-decode-144"), gpus=1)
     found = search(base, Workload(), Limits(tpot=0.05), 48)

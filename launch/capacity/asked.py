@@ -13,7 +13,7 @@ from typing import Any
 from dispatch import parse_dispatch
 from dispatch.base import DispatchError
 from ep.trace import TraceError, read_trace
-from launch.capacity.balance import TYPICAL, Balance, FloatArray, balance
+from launch.capacity.balance import Balance, FloatArray, balance
 from launch.capacity.deployment import PRESETS, Deployment, Phase, Preset, from_preset, preset
 from launch.capacity.hardware import Gpu, profile, profiles
 from launch.capacity.known import load_shape
@@ -71,14 +71,15 @@ class Typed:
 @dataclass(frozen=True)
 class Asked:
     """bases: a deployment a phase that is asked for. auto_redundant, auto_batch, auto_tokens: to
-    be chosen for them, as a dispatch of "auto" is. loads [L, E]: of each phase; None: typical."""
+    be chosen for them, as a dispatch of "auto" is. loads [L, E]: of each phase, and their source;
+    None: typical."""
 
     bases: list[Deployment]
     work: Workload
     limits: Limits
     node: Node
     loads: dict[str, FloatArray] | None
-    source: str
+    source: str | None
     price: float | None
     longest: int | None
     most_gpus: int
@@ -221,7 +222,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         bases,
         work,
         loads=loads,
-        source=TYPICAL if typed.trace is None else typed.trace.name,
+        source=None if typed.trace is None else typed.trace.name,
         most_gpus=most,
         preset=typed.preset,
         auto_redundant=given["redundant"] is None,

@@ -1,9 +1,10 @@
 """How evenly a layout spreads expert load, by our own planner on a trace.
 
-Knows: loads, slots, GPUs. Knows nothing of time. Without a trace of the operator's, a typical one:
-shares of eight MoE layers of DeepSeek-V3 in decode (2,000 tokens in, 100 out), from the counts that
-SGLang gave out for its wide-EP runs (GeneratedRandomly/SGLang-reproduce at c79682c). Other numbers
-of experts take its sorted curve, stretched.
+Knows: loads, slots, GPUs. Knows nothing of time. Without a trace of the operator's, a typical one
+of the phase: shares of eight MoE layers of DeepSeek-V3 in decode (2,000 tokens in, 100 out) or in
+prefill (4,096 in), from the counts that SGLang gave out for its wide-EP runs
+(GeneratedRandomly/SGLang-reproduce at c79682c). Other numbers of experts take the sorted curve,
+stretched.
 
 Shape letters: L layers, E routed experts.
 """
@@ -18,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ep.planner import PlanOptions, plan
-from launch.capacity.deployment import Deployment
+from launch.capacity.deployment import Deployment, Phase
 
 FloatArray = NDArray[np.float64]
-TYPICAL = "typical: 8 layers of DeepSeek-V3, decode"
+_TYPICAL: dict[Phase, str] = {"decode": "share_ppm", "prefill": "prefill_ppm"}  # array by phase
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Balance:
         }
 
 
-def balance(d: Deployment, loads: FloatArray | None = None, source: str = TYPICAL) -> Balance:
-    """loads [L, E] tokens of each routed expert; None: the typical ones."""
+def balance(d: Deployment, loads: FloatArray | None = None, source: str | None = None) -> Balance:
+    """loads [L, E] tokens of each routed expert; None: the typical ones of the phase. source: where
+    loads are from; None: typical."""
+    source = source or f"typical: 8 layers of DeepSeek-V3, {d.phase}"
     experts, top_k = d.shape.config.n_routed_experts, d.shape.config.num_experts_per_tok
     if loads is None:
-        loads = typical(experts)
+        loads = typical(experts, d.phase)
     if d.gpus == 1:
         return Balance(1.0, 1.0, 1.0, source)
     return _planned(
@@ -79,11 +82,11 @@ def _planned(
     return Balance(float(np.mean(after)), float(np.max(after)), unplanned, source)
 
 
-def typical(experts: int) -> FloatArray:
+def typical(experts: int, phase: Phase = "decode") -> FloatArray:
     """[8, E] shares of a layer's tokens."""
     file = resources.files("launch.capacity").joinpath("typical_load.npz")
     with file.open("rb") as opened, np.load(opened) as held:
-        shares = held["share_ppm"].astype(np.float64)
+        shares = held[_TYPICAL[phase]].astype(np.float64)
     if shares.shape[1] == experts:
         return shares
     curve = np.sort(shares, axis=1)
