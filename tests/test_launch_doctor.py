@@ -434,6 +434,18 @@ def test_a_checkpoint_is_checked_and_read(tmp_path: Path) -> None:
     assert "does not say" in rate_check(ReadRate(10**9, 0.1), 10**9).found
 
 
+def test_a_checkpoint_cut_short_fails_as_it_would_when_served(tmp_path: Path) -> None:
+    for file in TINY.iterdir():
+        if file.suffix in (".json", ".safetensors"):
+            (tmp_path / file.name).symlink_to(file)
+    shard = tmp_path / "model-00002-of-000002.safetensors"
+    shard.unlink()
+    shard.write_bytes((TINY / shard.name).read_bytes()[:-1000])
+    (check,) = checkpoint_checks(tmp_path)
+    assert check.state is State.FAILS and exit_code([check]) == 1
+    assert shard.name in check.reason and "truncated" in check.reason
+
+
 def test_a_part_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: object) -> list[Check]:
         raise RuntimeError("as asked")

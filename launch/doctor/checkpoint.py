@@ -20,6 +20,7 @@ from launch.doctor.check import Check, fails, ok, warning
 from launch.doctor.machine import read as read_text
 
 SECTION = "checkpoint"
+PROBLEMS_SHOWN = 8  # of a checkpoint of hundreds of files, all alike
 MOST_BYTES = 1 << 30  # read, of all files together
 BLOCK = 8 << 20
 SLOW = 200e6  # bytes a second: a 700 GB checkpoint would take an hour
@@ -58,10 +59,28 @@ def checkpoint_checks(folder: Path) -> Iterator[Check]:
             text = problem.partition(": ")[2] or problem
             yield fails(SECTION, "folder", str(folder), text, "mend the folder, or give another")
         return
+    broken = header_problems(folder)
+    for problem in broken[:PROBLEMS_SHOWN]:
+        yield fails(SECTION, "files", str(folder), problem, "download the file again")
+    if len(broken) > PROBLEMS_SHOWN:
+        more = f"{len(broken) - PROBLEMS_SHOWN} more like these"
+        yield fails(SECTION, "files", str(folder), more, "download the checkpoint again")
+    if broken:
+        return
     files = sorted(folder.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     yield ok(SECTION, "folder", f"{len(files)} files, {total / 1e9:.2f} GB, {fingerprint(folder)}")
     yield rate_check(measure_read(files), total)
+
+
+def header_problems(folder: Path) -> list[str]:
+    """What a serving rank would refuse before it reads any weight: headers against the files'
+    sizes and the index, by the same look at them."""
+    from models.deepseek.safetensors_index import SafetensorsIndex
+
+    index = SafetensorsIndex.open(folder)
+    index.close()
+    return [*index.problems]
 
 
 def fingerprint(folder: Path) -> str:
