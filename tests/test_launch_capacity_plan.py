@@ -54,7 +54,8 @@ def test_a_plan_has_both_phases_and_says_everything() -> None:
         parts = [m[k] for k in m if k not in ("total_bytes", "weights_bytes")]
         assert sum(parts) + sum(m["weights_bytes"].values()) == pytest.approx(m["total_bytes"])
         assert r["layout"]["redundant"] == 32 and r["layout"]["balance"]["mean"] > 1
-        assert r["kv_bytes_per_token"] == {"bf16": 62 * 1152, "fp8": 62 * 656}
+        assert r["kv_bytes_per_token"] == {"bf16": 70272, "fp8": 61 * 656}
+        assert r["kv_bytes_per_token_mtp"] == {"bf16": 1152, "fp8": 656}
     sequences = plan["phases"]["decode"]["concurrent_sequences"]
     assert all(c["per_node"]["paged"] == 8 * c["per_gpu"]["paged"] for c in sequences)
     twice = told(*V3, "--drafts", "1", "--price", "8", "--cached-share", "0.5")["prediction"]

@@ -209,3 +209,14 @@ def test_a_model_without_fp8_or_query_latent() -> None:
     d = replace(V3, shape=replace(V3.shape, config=plain))
     assert sum(weights(d).values()) > 1.5 * sum(weights(V3).values())
     assert predict(d, Workload()).step.seconds > predict(V3, Workload()).step.seconds
+
+
+def test_the_mtp_layer_counts_where_tokens_are_drafted() -> None:
+    drafted = replace(V3, drafts=1)
+    assert (V3.kv_bytes(), drafted.kv_bytes(), drafted.kv_bytes(True)) == (70272, 71424, 62 * 656)
+    extra = sum(weights(drafted).values()) - sum(weights(V3).values())
+    assert extra > V3.slots_per_gpu * V3.shape.expert and "MTP projections" not in weights(V3)
+    both = [predict(replace(d, phase="prefill"), Workload()).cost for d in (V3, drafted)]
+    assert both[1]["cached"] / both[0]["cached"] == pytest.approx(62 / 61)
+    one, other = (report(d, Workload()) for d in (V3, drafted))
+    assert one.kv_bytes == other.kv_bytes and one.mtp_kv_bytes == (0, 0)

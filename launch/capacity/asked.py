@@ -143,7 +143,7 @@ class Asked:
 def _step(d: Deployment, work: Workload, ttft: float | None) -> int:
     """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, the way to dispatch
     takes it, and TTFT is kept."""
-    kv = d.shape.kv_bytes(d.kv_fp8, d.shape.config.num_mtp_layers) * work.input_tokens
+    kv = d.kv_bytes() * work.input_tokens
     tokens = STEP_TOKENS
     while tokens > 256:
         asked = replace(d, tokens=tokens)

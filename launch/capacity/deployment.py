@@ -86,6 +86,15 @@ class Deployment:
         return self.decode_tokens if self.phase == "decode" else self.tokens
 
     @property
+    def mtp_layers(self) -> int:
+        """That are loaded and have a cache: none where nothing is drafted."""
+        return self.shape.config.num_mtp_layers if self.drafts else 0
+
+    def kv_bytes(self, fp8: bool | None = None) -> int:
+        """Of a token, in all layers that have a cache; fp8 None: in the format asked for."""
+        return self.shape.kv_bytes(self.kv_fp8 if fp8 is None else fp8, self.mtp_layers)
+
+    @property
     def picks(self) -> int:
         """Slots a token visits: top-k, and the shared expert where it is hosted."""
         return self.shape.config.num_experts_per_tok + self.hosted

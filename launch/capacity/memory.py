@@ -85,11 +85,12 @@ def memory(d: Deployment) -> Memory:
 
 def weights(d: Deployment) -> dict[str, float]:
     """By kind. Attention is whole on each GPU, or a tp-th of it; experts are whole in their slots;
-    kv_b is kept in BF16 (absorbed). Norms are too small to name."""
+    kv_b is kept in BF16 (absorbed). MTP layers count where
+    tokens are drafted. Norms are too small to name."""
     s, m = d.shape, d.shape.config
     each = s.weight_bytes
-    layers = s.layers + m.num_mtp_layers
-    moe = s.moe_layers + m.num_mtp_layers
+    layers = s.layers + d.mtp_layers
+    moe = s.moe_layers + d.mtp_layers
     slots = d.slots_per_gpu
     own = math.ceil((m.n_routed_experts + d.hosted) / d.gpus)
     found = {
@@ -100,7 +101,7 @@ def weights(d: Deployment) -> dict[str, float]:
         "shared expert": moe * s.shared * each if d.shared == "replicated" else 0.0,
         "gates": moe * s.gate * 4.0,
         "embedding and head": (1 if m.tie_word_embeddings else 2) * s.embedding * 2.0,
-        "MTP projections": m.num_mtp_layers * 2 * m.hidden_size**2 * 2.0,
+        "MTP projections": d.mtp_layers * 2 * m.hidden_size**2 * 2.0,
     }
     return {kind: size for kind, size in found.items() if size}
 
@@ -183,7 +184,7 @@ def concurrency(d: Deployment, length: int, longest: int) -> Concurrency:
     """Of one GPU (of a group of tp). length: positions of a sequence; longest: what a reservation
     must hold."""
     free = max(memory(d).kv, 0.0)
-    plain, small = (d.shape.kv_bytes(fp8, d.shape.config.num_mtp_layers) for fp8 in (False, True))
+    plain, small = (d.kv_bytes(fp8) for fp8 in (False, True))
     return Concurrency(
         length,
         int(free // (_paged(longest) * plain)),
@@ -194,8 +195,7 @@ def concurrency(d: Deployment, length: int, longest: int) -> Concurrency:
 
 def sequences_that_fit(d: Deployment, length: float) -> int:
     """Of this mean length, in the format that is asked for."""
-    kv = d.shape.kv_bytes(d.kv_fp8, d.shape.config.num_mtp_layers)
-    return int(max(memory(d).kv, 0.0) // (_paged(length) * kv))
+    return int(max(memory(d).kv, 0.0) // (_paged(length) * d.kv_bytes()))
 
 
 def _paged(length: float) -> int:

@@ -152,6 +152,8 @@ def _cards(figure: Any, r: Report, y: float, inch: float) -> None:
     chosen = r.concurrency if len(r.concurrency) < 6 else r.concurrency[:2] + r.concurrency[-3:]
     kept += [(f"{c.length:,}", f"{c.reserved} · {c.paged:,} · {c.paged_fp8:,}") for c in chosen]
     kept.append(("bytes a token", f"{plain_kv:,}, FP8 {small:,}"))
+    if r.mtp_kv_bytes[0]:
+        kept.append(("and of MTP", "{:,}, FP8 {:,}".format(*r.mtp_kv_bytes)))
     t, spread = p.traffic, r.balance
     rest = [
         ("balance, mean · worst layer", f"{spread.mean:.3f} · {spread.worst:.3f}"),

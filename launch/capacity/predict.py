@@ -126,7 +126,7 @@ def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration) -> 
     per_gpu = d.tokens / d.tp / step.seconds
     one = prefill_step(d.shape, pool, min(computed, d.tokens), work.input_tokens, c, cached)
     steps = math.ceil(computed / d.tokens)
-    read = d.shape.kv_bytes(d.kv_fp8) / CACHE_READ
+    read = d.kv_bytes() / CACHE_READ
     return Prediction(
         step,
         tokens_per_s=per_gpu * d.gpus,

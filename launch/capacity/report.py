@@ -38,12 +38,14 @@ class Limits:
 @dataclass(frozen=True)
 class Report:
     """Of one pool. prediction: with the balance of the layout on its loads. kv_bytes: of a token,
-    BF16 and FP8, MTP layers counted. longest: positions that a static reservation holds."""
+    BF16 and FP8, in the main model's layers; mtp_kv_bytes: beside them, where tokens are drafted.
+    longest: positions that a static reservation holds."""
 
     deployment: Deployment
     work: Workload
     memory: Memory
     kv_bytes: tuple[int, int]
+    mtp_kv_bytes: tuple[int, int]
     concurrency: list[Concurrency]
     longest: int
     balance: Balance
@@ -101,7 +103,8 @@ class Report:
                 "host_memory_bytes": d.gpus_of_a_node * NEEDED_HOST,
                 "shared_memory_bytes": d.gpus_of_a_node * NEEDED_SHARED,
             },
-            "kv_bytes_per_token": {"bf16": self.kv_bytes[0], "fp8": self.kv_bytes[1]},
+            "kv_bytes_per_token": dict(zip(("bf16", "fp8"), self.kv_bytes, strict=True)),
+            "kv_bytes_per_token_mtp": dict(zip(("bf16", "fp8"), self.mtp_kv_bytes, strict=True)),
             "longest": self.longest,
             "concurrent_sequences": [
                 {
@@ -190,7 +193,7 @@ def report(
     positions as the model has."""
     spread = spread or balance(d)
     d = replace(d, balance=spread.mean)
-    mtp = d.shape.config.num_mtp_layers
+    plain, small = d.shape.kv_bytes(False), d.shape.kv_bytes(True)
     longest = longest or d.shape.config.max_position_embeddings
     lengths = sorted({*(x for x in LENGTHS if x <= longest), longest})
     prediction = predict(d, work, price, calibration)
@@ -199,7 +202,8 @@ def report(
         deployment=d,
         work=work,
         memory=memory(d),
-        kv_bytes=(d.shape.kv_bytes(False, mtp), d.shape.kv_bytes(True, mtp)),
+        kv_bytes=(plain, small),
+        mtp_kv_bytes=(d.kv_bytes(False) - plain, d.kv_bytes(True) - small),
         concurrency=[concurrency(d, length, longest) for length in lengths],
         longest=longest,
         balance=spread,

@@ -132,7 +132,9 @@ def _memory(r: Report) -> Table:
 
 def _sequences(r: Report) -> Table:
     plain, small = r.kv_bytes
-    table = _table(f"sequences in the cache ({plain:,} bytes a token, FP8 {small:,})")
+    more, less = r.mtp_kv_bytes
+    mtp = f"; MTP + {more:,}, FP8 + {less:,}" if more else ""
+    table = _table(f"sequences in the cache ({plain:,} bytes a token, FP8 {small:,}{mtp})")
     table.add_column("tokens each", justify="right")
     for name in ("static", "paged", "paged, FP8"):
         table.add_column(name, justify="right")
