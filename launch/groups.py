@@ -17,9 +17,9 @@ from launch.env import RankEnv
 from launch.interface import Interface, choose_interface
 from launch.last_words import LastWords
 from launch.node_facts import look
-from launch.rendezvous import Meeting, alone, meet, open_store
+from launch.rendezvous import BRIEF, PATIENCE, Meeting, alone, meet, open_store
 from moeserve.config import ServeConfig
-from moeserve.errors import ConfigError
+from moeserve.errors import ConfigError, Unmet
 from moeserve.terminal import say
 
 # A rank may still read weights when another waits for it; a dead peer is noticed at once anyway.
@@ -71,12 +71,14 @@ def open_job(
     problems: Sequence[str] = (),
     *,
     on_store: Callable[[LastWords], None] = lambda words: None,
+    on_problems: Callable[[Sequence[str]], None] = lambda problems: None,
 ) -> Job:
     """Meet the other ranks, then join the job's groups. These end with the process: taking gloo
     apart while a peer still runs can abort this one.
 
     config: None where this rank's settings cannot be used, for the `problems` that are given.
     on_store: hears of the way to tell peers, before anything that can fail on all ranks alike.
+    on_problems: hears of this rank's own before the others are told of them, which can take BRIEF.
     ConfigError: what is wrong on any rank, the same on all.
     """
     if env.size == 1:
@@ -87,8 +89,14 @@ def open_job(
     interface = _interface(env, config, found)
     # Between nodes it was asked for, or it would have been a problem.
     loopback = interface is not None and interface.is_loopback
+    if found:
+        on_problems(found)
     try:
-        store = open_store(env, loopback=loopback)
+        store = open_store(env, loopback=loopback, patience=BRIEF if found else PATIENCE)
+    except Unmet as error:
+        if found:
+            raise ConfigError([*found, str(error)]) from None
+        raise
     except ConfigError as error:
         raise ConfigError(list(dict.fromkeys([*found, *error.problems]))) from None
     words = LastWords(store, env)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 PEER_LOSS_SECONDS = 2.0
 # What the rank that hosts the store waits for the others to have read it.
 LINGER_SECONDS = 3.0
+# Peers are mostly there by then, and one of all says what is wrong.
+TELL_AFTER = 1.0
 STOPPED = "stopped"  # what the ranks of a job say once through the store
 
 
@@ -102,6 +104,7 @@ class RankProcess:
         self.stopping = StopSignals(drain=self._asked, now=self.hurry)
         self._siblings: list[psutil.Process] = []
         self._failing = threading.Lock()
+        self._told: list[str] = []  # problems that this rank has said while it waited for others
         self.stages = StageFile(os.environ, env.rank)
 
     def run(self, body: Callable[[Job], None]) -> NoReturn:
@@ -109,12 +112,18 @@ class RankProcess:
         self.stages.tell(STARTING)
         with self.stopping:
             try:
+                # Its stack traces of peers that are gone hide the line that says which and why.
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 use_threads(self.config.engine.threads, self.env)
                 from launch.groups import open_job
 
                 self.stages.tell(RENDEZVOUS)
                 self.job = open_job(
-                    self.env, self.config, self._problems, on_store=self._store_is_there
+                    self.env,
+                    self.config,
+                    self._problems,
+                    on_store=self._store_is_there,
+                    on_problems=self._tell_soon,
                 )
                 self._siblings = siblings()
                 body(self.job)
@@ -126,6 +135,23 @@ class RankProcess:
 
     def _store_is_there(self, words: LastWords) -> None:
         self.last_words = words
+
+    def _tell_soon(self, problems: Sequence[str]) -> None:
+        """Of this rank's own settings: peers that are not there yet are no reason for silence."""
+
+        def tell() -> None:
+            if not self._failing.locked() and (
+                self.last_words is None or self.last_words.first_to("telling")
+            ):
+                self._told += [self._words(problem) for problem in problems]
+                for problem in self._told:
+                    say(problem)
+                say("telling the other ranks of it")
+
+        if self.env.supervisor is None:
+            timer = threading.Timer(TELL_AFTER, tell)
+            timer.daemon = True
+            timer.start()
 
     def finish(self) -> None:
         """All ranks are done; what is left to do on this one."""
@@ -194,7 +220,7 @@ class RankProcess:
             here = self.env.local_rank == 0 if words is None else words.first_to("fail")
             if words is not None:
                 words.give(self.env.rank, str(error), said=True)
-            if here and self.env.supervisor is None:
+            if (here or self._told) and self.env.supervisor is None:
                 self._print(error)
             return
         cause = None
@@ -236,8 +262,10 @@ class RankProcess:
             where = f"{cause.who}: "
         elif self.env.size > 1 and not isinstance(error, ConfigError | Unmet):
             where = f"rank {self.env.rank}: "
+        told = {line for problem in self._told for line in problem.splitlines()}
         for line in text.splitlines():
-            say(f"{where}{line}")
+            if line not in told:
+                say(f"{where}{line}")
         if cause is not None and self.last_words is not None:
             say(self.last_words.others())
 

@@ -36,7 +36,11 @@ from moeserve.errors import ConfigError, Unmet
 from moeserve.terminal import counted, say
 
 PATIENCE = 300.0  # seconds for all ranks to come: one may still import torch from a slow disk
+# As soon as anything is known to be wrong the job cannot come to be: peers that are a moment behind
+# are to hear of it too, and no more.
+BRIEF = 10.0
 SAY_AFTER = 15.0  # seconds after which rank 0 says for whom it waits
+_POLL_LEAST, _POLL_MOST = 0.01, 0.2  # seconds between two looks
 PINGS = 3  # round trips to each node; the shortest counts
 
 
@@ -55,6 +59,8 @@ def open_store(env: RankEnv, *, loopback: bool = False, patience: float = PATIEN
     address = resolve_master(env, loopback)
     if env.hosts_store:
         _check_port(env)
+    else:
+        _wait_for_listener(env, address, patience)
     try:
         store = TCPStore(
             address,
@@ -68,11 +74,30 @@ def open_store(env: RankEnv, *, loopback: bool = False, patience: float = PATIEN
         attempt = store.add(f"moeserve/attempts/{env.rank}", 1)
     except RuntimeError as error:  # DistNetworkError and its like
         text = str(error).strip().splitlines()
-        raise Unmet(
-            f"node {env.here}: the job's store at {env.master_addr}:{env.master_port} "
-            f"({address}) cannot be reached: {text[0] if text else type(error).__name__}"
-        ) from None
+        raise _unreachable(env, address, text[0] if text else type(error).__name__) from None
     return PrefixStore(f"moeserve/{attempt}", store)
+
+
+def _wait_for_listener(env: RankEnv, address: str, patience: float) -> None:
+    """Until something listens there: the store's own attempts print a stack trace each."""
+    deadline = time.monotonic() + patience
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, env.master_port), max(0.1, min(left, 5.0))).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() + _POLL_MOST > deadline:
+            raise _unreachable(env, address, f"{why}, for {patience:g} s")
+        time.sleep(_POLL_MOST)
+
+
+def _unreachable(env: RankEnv, address: str, why: str) -> Unmet:
+    return Unmet(
+        f"node {env.here}: the job's store at {env.master_addr}:{env.master_port} ({address}) "
+        f"cannot be reached: {why}"
+    )
 
 
 def _check_port(env: RankEnv) -> None:
@@ -100,27 +125,32 @@ def meet(
     patience: float = PATIENCE,
     clock: Callable[[], float] = time.time,
 ) -> Meeting:
-    """Collective over all ranks. ConfigError on every rank alike: what is wrong anywhere.
-    Unmet: who did not come."""
+    """Collective over all ranks. ConfigError on every rank alike: what is wrong anywhere, and who
+    did not come to hear of it. Unmet: who did not come, where nothing else is wrong."""
     store.set(_facts_key(env.rank), mine.to_json())
+    # Rank 0 gives the verdict within BRIEF of this rank's facts, if they hold a problem.
+    verdict_patience = BRIEF + 2.0 if mine.problems else 2 * patience
     try:
         if env.rank == 0:
             verdict = _preside(store, env, patience, clock)
             store.set("verdict", json.dumps(verdict))
         else:
             if env.local_rank == 0:
-                store.wait(["all came"], timedelta(seconds=2 * patience))
+                _wait(store, "all came", verdict_patience)
                 if store.get("all came") == b"yes":
                     _answer_pings(store, env.node, patience, clock)
-            store.wait(["verdict"], timedelta(seconds=2 * patience))
+            _wait(store, "verdict", verdict_patience)
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
         if env.rank == 0:
             raise
-        raise Unmet(
-            f"rank 0 has left the rendezvous or did not end it: {_first_line(error)}"
-        ) from None
+        text = f"rank 0 has left the rendezvous or did not end it: {_first_line(error)}"
+        if mine.problems:
+            raise ConfigError([*mine.problems, text]) from None
+        raise Unmet(text) from None
     if verdict["missing"]:
+        if verdict["problems"]:
+            raise ConfigError([*verdict["problems"], verdict["missing"]])
         raise Unmet(verdict["missing"])
     if verdict["problems"]:
         raise ConfigError(verdict["problems"])
@@ -131,10 +161,11 @@ def _preside(
     store: Store, env: RankEnv, patience: float, clock: Callable[[], float]
 ) -> dict[str, Any]:
     """On rank 0 -> the verdict."""
-    everyone, missing = _gather(store, env, patience)
+    everyone, missing, waited = _gather(store, env, patience)
     store.set("all came", "no" if missing else "yes")
     if missing:
-        return {"missing": _missing_text(env, everyone, missing, patience)}
+        problems = list(dict.fromkeys(p for f in everyone for p in f.problems))
+        return {"missing": _missing_text(env, everyone, missing, waited), "problems": problems}
     names = node_names(everyone)
     clocks = {node: _ping(store, node, patience, clock) for node in range(1, env.num_nodes)}
     notes = warnings(names, clocks)
@@ -178,26 +209,38 @@ def _nodes(
     return nodes
 
 
-def _gather(store: Store, env: RankEnv, patience: float) -> tuple[list[Facts], list[int]]:
-    """The facts of all ranks in order, or of those that came and the numbers of the others."""
-    began, told = time.monotonic(), False
+def _gather(store: Store, env: RankEnv, patience: float) -> tuple[list[Facts], list[int], float]:
+    """The facts of all ranks in order, or of those that came, the numbers of the others and the
+    seconds that they were waited for."""
+    began, told, pause = time.monotonic(), False, _POLL_LEAST
+    deadline = began + patience
     came: dict[int, Facts] = {}
-    while len(came) < env.size:
-        absent = [r for r in range(env.size) if r not in came]
-        waited = time.monotonic() - began
-        try:
-            store.wait([_facts_key(absent[0])], timedelta(seconds=0.5))
-        except RuntimeError:
-            if waited > patience:
-                break
-        for rank in absent:
-            if store.check([_facts_key(rank)]):
+    while True:
+        before = len(came)
+        for rank in range(env.size):
+            if rank not in came and store.check([_facts_key(rank)]):
                 came[rank] = Facts.from_json(store.get(_facts_key(rank)))
-        absent = [r for r in absent if r not in came]
-        if absent and not told and waited > SAY_AFTER:
+                if came[rank].problems:
+                    deadline = min(deadline, time.monotonic() + BRIEF)
+        absent = [r for r in range(env.size) if r not in came]
+        now = time.monotonic()
+        if not absent or now > deadline:
+            return [came[r] for r in sorted(came)], absent, now - began
+        if not told and now - began > SAY_AFTER:
             told = True
             say(f"waiting for {_ranks(env, absent)} to come to the rendezvous")
-    return [came[r] for r in sorted(came)], [r for r in range(env.size) if r not in came]
+        pause = _POLL_LEAST if len(came) > before else min(1.5 * pause, _POLL_MOST)
+        time.sleep(pause)
+
+
+def _wait(store: Store, key: str, patience: float) -> None:
+    """RuntimeError: it is not there by then. The store's own wait would print what it does."""
+    deadline, pause = time.monotonic() + patience, _POLL_LEAST
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no word within {patience:.0f} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, _POLL_MOST)
 
 
 def _ranks(env: RankEnv, ranks: Sequence[int]) -> str:
@@ -207,16 +250,14 @@ def _ranks(env: RankEnv, ranks: Sequence[int]) -> str:
 
 
 def _missing_text(
-    env: RankEnv, everyone: Sequence[Facts], missing: Sequence[int], patience: float
+    env: RankEnv, everyone: Sequence[Facts], missing: Sequence[int], waited: float
 ) -> str:
     hosts = list(dict.fromkeys(f.host for f in everyone))
-    text = (
+    return (
         f"{_ranks(env, missing)} did not come to the rendezvous at {env.master_addr}:"
-        f"{env.master_port} within {patience:.0f} s; {counted(len(everyone), 'rank')} came from "
+        f"{env.master_port} within {waited:.0f} s; {counted(len(everyone), 'rank')} came from "
         f"{', '.join(hosts[:8])}"
     )
-    problems = [p for f in everyone for p in f.problems]
-    return "\n".join([text, *dict.fromkeys(problems)])
 
 
 # -- clocks -------------------------------------------------------------------------------------

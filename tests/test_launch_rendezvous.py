@@ -88,14 +88,31 @@ def test_who_does_not_come_is_named(capfd, monkeypatch):
         env = env_of(rank, nodes=3)
         if env.node == 2:
             return None
-        return meet(store, env, facts_of(env, ["odd"] if rank == 1 else []), patience=0.6)
+        return meet(store, env, facts_of(env), patience=0.6)
 
     results = on_all(6, body)
     assert {type(r) for r in results[:4]} == {Unmet}, results
     text = str(results[0])
     assert "ranks 4-5 of 6 (node 2 of 0-2) did not come" in text and "from h0, h1" in text
-    assert text.endswith("\nodd"), "what is known to be wrong is told as well"
     assert "waiting for ranks" in capfd.readouterr().err
+
+
+def test_a_known_problem_waits_briefly_for_who_does_not_come(capfd, monkeypatch):
+    monkeypatch.setattr(rendezvous, "BRIEF", 0.3)
+    port = free_port()
+
+    def body(rank: int) -> object:
+        env = replace(env_of(rank, nodes=1, per_node=4), master_port=port)
+        if rank == 3:
+            return None
+        store = PrefixStore("meet", open_store(env, patience=5))
+        return meet(store, env, facts_of(env, ["odd"] if rank == 1 else []))
+
+    results = on_all(4, body)
+    assert {type(r) for r in results[:3]} == {ConfigError}, results
+    first, missing = str(results[2]).splitlines()
+    assert first == "odd" and missing.startswith("rank 3 of 4 did not come"), results
+    assert "[c10d]" not in capfd.readouterr().err, "a wait must not print the store's own warnings"
 
 
 def free_port() -> int:
@@ -128,9 +145,10 @@ def test_a_taken_port_is_named_with_its_node():
     assert "--resv-ports" in text
 
 
-def test_nobody_at_the_store():
+def test_nobody_at_the_store(capfd):
     with pytest.raises(Unmet, match="the job's store at 127.0.0.1:.*cannot be reached"):
         open_store(replace(env_of(1, nodes=1), master_port=free_port()), patience=0.3)
+    assert capfd.readouterr().err == ""
 
 
 # ---- last words --------------------------------------------------------------------------------
