@@ -22,6 +22,15 @@ from moeserve.errors import ConfigError, MoeserveError
 from moeserve.server.rehearsal import Rehearsal
 
 FIRST_SECONDS = 0.25  # of the server whose first token is slow
+HELD_SECONDS = 0.02  # of the server that takes one call at a time: it gives at most 50 a second
+USAGE: dict[str, dict[str, Any]] = {  # that cannot be
+    "negative prompt": {"prompt_tokens": -3},
+    "no prompt": {"prompt_tokens": 0},
+    "text prompt": {"prompt_tokens": "7"},
+    "negative answer": {"completion_tokens": -4},
+    "cached": {"prompt_tokens_details": {"cached_tokens": 500}},
+    "negative cached": {"prompt_tokens_details": {"cached_tokens": -1}},
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     ways: list[str] = []
+    one_by_one = threading.Lock()
     bodies: list[dict[str, Any]] = []
 
     def log_message(self, *_: Any) -> None:
@@ -73,11 +83,17 @@ class Handler(BaseHTTPRequestHandler):
         if way == "reset":
             self.wfile.write(b'c\r\ndata: {"choi\r\n')
             return
+        if way == "queue":
+            with self.one_by_one:
+                time.sleep(HELD_SECONDS)
         if way == "slow":
             time.sleep(FIRST_SECONDS)
         count = {"empty": 0, "short": wanted - 2, "long": wanted + 1, "cut": 2}.get(way, wanted)
         for number in range(count):
-            said: dict[str, Any] = {"delta": {"content": "x"}} if chat else {"text": "x"}
+            text = " \n" if way == "blank" else "x"
+            said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            if way == "thinks":
+                said = {"delta": {"content": " ", "reasoning_content": "x"}}
             self._event({"choices": [said | {"finish_reason": None}]})
             if way == "told" and number == 1:
                 self._event({"error": {"message": "out of luck"}})
@@ -91,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         self._event({"choices": [{"text": "", "delta": {}, "finish_reason": reason}]})
         if way != "silent":
             usage = {"prompt_tokens": 7, "completion_tokens": count}
-            self._event({"choices": [], "usage": usage})
+            self._event({"choices": [], "usage": usage | USAGE.get(way, {})})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, content: Any) -> None:
@@ -142,6 +158,7 @@ KINDS = {
     "500": "http 500",
     "json": Fault.NO_STREAM,
     "empty": Fault.EMPTY,
+    "blank": Fault.BLANK,
     "short": Fault.SHORT,
     "long": Fault.LONG,
     "cut": Fault.NO_DONE,
@@ -156,7 +173,7 @@ KINDS = {
 
 def test_each_failure_is_counted_by_its_kind(peer: Peer, tmp_path: Path) -> None:
     peer.handler.ways = ["fine", *KINDS]
-    flags = ("--requests=26", "--concurrency=1", "--output-tokens=4", "--ignore-eos", "--warmup=0")
+    flags = ("--requests=28", "--concurrency=1", "--output-tokens=4", "--ignore-eos", "--warmup=0")
     result, report = bench(peer.url, tmp_path, *flags)
     assert result.exit_code == 1, result.output
     expected = Counter(KINDS.values())
@@ -165,13 +182,40 @@ def test_each_failure_is_counted_by_its_kind(peer: Peer, tmp_path: Path) -> None
     }
     assert [x["fault"] for x in report["samples"]] == 2 * [None, *KINDS.values()]
     assert report["calls"] == {
-        "sent": 26, "good": 2, "failed": 24, "cut_short_here": 0, "within_limits": 2,
+        "sent": 28, "good": 2, "failed": 26, "cut_short_here": 0, "within_limits": 2,
     }  # fmt: skip
     assert report["errors"]["http 500"]["examples"] == ["it broke"]
     for kind in expected:
         assert any(kind in x for x in report["problems"])
-    assert "PROBLEM: 2 of 26 calls: http 500 (it broke)" in result.output
+    assert "PROBLEM: 2 of 28 calls: http 500 (it broke)" in result.output
     assert bench(peer.url, tmp_path, *flags, "--allow-errors")[0].exit_code == 0
+
+
+def test_a_usage_that_cannot_be_is_a_fault_and_in_no_sum(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["fine", *USAGE]
+    flags = (f"--requests={1 + len(USAGE)}", "--concurrency=1", "--output-tokens=4", "--warmup=0")
+    result, report = bench(peer.url, tmp_path, *flags)
+    assert result.exit_code == 1, result.output
+    assert [x["fault"] for x in report["samples"]] == [None] + len(USAGE) * [Fault.IMPOSSIBLE]
+    assert report["errors"][Fault.IMPOSSIBLE]["examples"][0] == "prompt_tokens -3"
+    assert report["tokens"]["input"] == 7 and report["tokens"]["cached_input"] is None
+    assert report["tokens"]["output"] == 4 * (1 + len(USAGE))  # as they were seen
+    peer.handler.bodies.clear()
+    peer.handler.ways = ["cached"]
+    _, report = bench(peer.url, tmp_path, "--requests=1", "--output-tokens=4", "--warmup=0")
+    assert "cached_tokens 500 of prompt_tokens 7" in report["problems"][0]
+    assert report["tokens"]["input"] is None and report["cache_hit_share"] is None
+
+
+def test_white_space_beside_reasoning_or_as_one_token_is_an_answer(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.handler.ways = ["thinks"]
+    flags = ("--requests=1", "--concurrency=1", "--warmup=0", "--endpoint=chat")
+    assert bench(peer.url, tmp_path, *flags, "--output-tokens=4")[0].exit_code == 0
+    peer.handler.ways = ["blank"]
+    assert bench(peer.url, tmp_path, *flags, "--output-tokens=1")[0].exit_code == 0
+    assert bench(peer.url, tmp_path, *flags, "--output-tokens=4")[0].exit_code == 1
 
 
 def test_a_good_run_of_a_peer_tells_what_is_not_known(peer: Peer, tmp_path: Path) -> None:
@@ -317,10 +361,26 @@ def test_a_sweep_finds_what_is_served(peer: Peer, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*words, f"--plot={plot}"])
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
-    assert [x["rate"] for x in report["points"]] == [40, 80] and report["knee"] == 80
+    assert [x["rate"] for x in report["points"]] == [40, 80] and "knee: " in result.output
     assert report["limits"] == {"ttft_ms": 5000, "tpot_ms": 5000}
-    assert "knee: 80" in result.output and plot.stat().st_size > 1000
+    assert plot.stat().st_size > 1000
     assert "<svg" in page.read_text()
     peer.handler.ways = ["short"]  # fewer tokens than asked, by finish_reason length
     result = CliRunner().invoke(app, ["bench", "sweep", peer.url, *flags, "--warmup=0"])
     assert "fewer tokens than asked for" in str(result.exception)
+
+
+def test_a_rate_that_was_never_served_is_no_knee(peer: Peer, tmp_path: Path) -> None:
+    """A burst that ends before any limit is passed."""
+    peer.handler.ways = ["queue"]
+    file = tmp_path / "sweep.json"
+    flags = ("--rates=200", "--requests=30", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
+    words = ["bench", "sweep", peer.url, *flags, "--ttft-limit=60000", f"--json={file}"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    point = report["points"][0]
+    assert point["calls"]["within_limits"] == 30 and point["pace"]["keeps_up"] is False
+    assert point["pace"]["delivered"] < 1.2 / HELD_SECONDS
+    assert report["knee"] is None and report["knee_delivered"] is None
+    assert "knee: none" in result.output and "did not keep up" in result.output

@@ -38,6 +38,8 @@ from launch.bench.serve_prompts import WORDS, Pool, PromptMaker
 from launch.bench.serve_run import FORMAT
 from launch.bench.serve_trace import read_trace, write_trace
 from launch.bench.sweep import faults, next_rate
+from launch.bench.sweep_pace import pace_of
+from launch.bench.sweep_show import verdict
 from moeserve.errors import ConfigError
 
 
@@ -332,6 +334,14 @@ def test_compare_refuses_unlike_settings(
     assert json.loads(capsys.readouterr().out)["unlike"] == [["seed", 0, 1]]
     Compare(*files, force=True, as_json=False).run()
     assert "SETTING DIFFERS: seed: 0 / 1" in capsys.readouterr().out
+    whole = json.loads(files[0].read_text())
+    for lost in ("samples", "settings", "latency_ms"):
+        files[0].write_text(json.dumps({k: v for k, v in whole.items() if k != lost}))
+        with pytest.raises(ConfigError, match=f"a.json: is no whole result: {lost} missing"):
+            Compare(*files, force=True, as_json=False).run()
+    files[0].write_text(json.dumps(whole | {"throughput": {}}))
+    with pytest.raises(ConfigError, match="is no whole result .KeyError: 'per_node'"):
+        Compare(*files, force=True, as_json=False).run()
     files[0].write_text("{}")
     with pytest.raises(ConfigError, match="no result of bench"):
         Compare(*files, force=True, as_json=False).run()
@@ -352,10 +362,70 @@ def test_refusals_beyond_the_knee_are_no_faults() -> None:
     def point(kept: int) -> dict[str, Any]:
         problems = ["3 of 10 calls: http 429 (full)", "1 of 10 calls: empty answer"]
         calls = {"sent": 10, "cut_short_here": 0, "within_limits": kept}
-        return {"calls": calls, "problems": problems}
+        return {"calls": calls, "problems": problems, "pace": {"keeps_up": True}}
 
     assert len(faults(point(9))) == 2
     assert faults(point(5)) == ["1 of 10 calls: empty answer"]
+
+
+def queued(rate: float, capacity: float, count: int, alone: float = 0.02) -> list[Call]:
+    """Calls at a steady rate to a server that ends at most `capacity` a second."""
+    made, free = [], 0.0
+    for number in range(count):
+        at = number / rate
+        free = max(free, at) + 1 / capacity
+        made.append(call(number, at, [free, free + alone]))
+    return made
+
+
+@pytest.mark.parametrize("rate", [10.8, 12.0, 20.0, 40.0])
+def test_what_a_server_delivers_is_seen_in_a_short_burst(rate: float) -> None:
+    pace = pace_of(queued(rate, 10.0, 30))
+    assert pace.keeps_up is False
+    assert pace.offered == pytest.approx(rate) and pace.delivered == pytest.approx(10.0)
+
+
+def test_a_server_keeps_up_where_late_calls_take_no_longer() -> None:
+    pace = pace_of(queued(8.0, 10.0, 30))
+    assert pace.keeps_up and pace.delivered == pytest.approx(8.0)
+    slow = queued(8.0, 10.0, 30, alone=2.0)  # calls came for 3.6 s: nothing is steady yet
+    assert pace_of(slow).keeps_up is None
+    assert pace_of(slow[:2]).keeps_up is None and pace_of([]).delivered is None
+    refused = queued(8.0, 10.0, 30)
+    for made in refused[::8]:
+        made.fault = "http 429"
+    told = pace_of(refused)
+    assert told.keeps_up is False and told.delivered is not None and told.delivered < 7.6
+    for made in refused:
+        made.fault = "http 429"
+    assert pace_of(refused).delivered == 0.0 and pace_of(refused).keeps_up is False
+
+
+def test_the_knee_names_what_was_delivered_and_what_it_cannot_tell() -> None:
+    def point(rate: float, keeps_up: bool | None, limited: bool) -> dict[str, Any]:
+        return {
+            "rate": rate,
+            "pace": {"keeps_up": keeps_up},
+            "generator": {"was_limit": limited},
+        }
+
+    report: dict[str, Any] = {
+        "knee": 8.0,
+        "knee_delivered": 7.9,
+        "limits": {"ttft_ms": 5.0, "tpot_ms": None},
+        "limits_are": "as given",
+        "points": [point(8, True, False), point(12, False, False)],
+    }
+    assert verdict(report) == (
+        "knee: 7.90 answers/s delivered, at 8 calls/s asked for; limits: TTFT 5.00 ms (as given)"
+    )
+    report["points"] = [point(8, True, True), point(12, None, False), point(16, False, True)]
+    said = verdict(report)
+    assert "the load generator was the limit there: of the server it says little" in said
+    assert "at 12 calls/s too short to tell" in said
+    assert "at 16 calls/s the load generator was the limit" in said
+    report |= {"knee": None, "knee_delivered": None}
+    assert verdict(report).startswith("knee: none was found")
 
 
 # ---- the drive ----------------------------------------------------------------------------

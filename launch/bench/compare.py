@@ -20,6 +20,11 @@ from moeserve.errors import ConfigError
 OFFLINE_FORMAT = "moeserve bench offline 1"
 FORMATS = (serve_run.FORMAT, sweep.FORMAT, OFFLINE_FORMAT)
 _FASTER_IS_MORE = ("tokens_per_second", "requests_per_second", "share")
+_HAS_TO_HOLD = {
+    serve_run.FORMAT: ("settings", "samples", "throughput", "latency_ms"),
+    sweep.FORMAT: ("settings", "points", "knee"),
+    OFFLINE_FORMAT: ("settings", "rows"),
+}
 _BESIDE = ("model", "nodes", "gpus", "gpus_are", "tokens_are")  # differ: said, not refused
 _SERVER = ("device", "dtype", "weights", "deterministic", "kernels", "placement", "dispatch")
 
@@ -36,6 +41,15 @@ class Compare:
         a, b = _read(self.these), _read(self.those)
         if a["format"] != b["format"]:
             raise ConfigError([f"{self.these}: {a['format']}, {self.those}: {b['format']}"])
+        try:
+            self._compare(a, b)
+        except (LookupError, TypeError, AttributeError) as error:  # a part of a part
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                [f"{self.these} or {self.those}: is no whole result ({what})"]
+            ) from error
+
+    def _compare(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         unlike = unlike_settings(a, b)
         if unlike and not self.force:
             words = [f"{name}: {x!r} in A, {y!r} in B" for name, x, y in unlike]
@@ -64,6 +78,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(held, dict) or held.get("format") not in FORMATS:
         what = "no result of bench serve, sweep or offline (--json FILE)"
         raise ConfigError([f"{path}: {what}"])
+    missing = [x for x in _HAS_TO_HOLD[held["format"]] if x not in held]
+    if missing:
+        raise ConfigError([f"{path}: is no whole result: {', '.join(missing)} missing"])
     return held
 
 
@@ -103,7 +120,8 @@ def ratios(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     if a["format"] == OFFLINE_FORMAT:
         return _offline(a, b)
     if a["format"] == sweep.FORMAT:
-        rows = [_row("knee, answers/s", a["knee"], b["knee"], "requests_per_second")]
+        knees = (x.get("knee_delivered") for x in (a, b))
+        rows = [_row("knee, answers/s", *knees, "requests_per_second")]
         others = {x["rate"]: x for x in b["points"]}
         for point in a["points"]:
             if (other := others.get(point["rate"])) is not None:

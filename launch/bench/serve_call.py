@@ -36,11 +36,13 @@ class Fault:
     TOLD = "error told in the stream"
     NO_DONE = "stream ended without [DONE]"
     EMPTY = "empty answer"
+    BLANK = "blank answer"
     NO_FINISH = "no finish_reason"
     BAD_FINISH = "finish_reason tells of a failure"
     SHORT = "fewer tokens than asked for"
     LONG = "more tokens than asked for"
     DISAGREES = "usage is not what was streamed"
+    IMPOSSIBLE = "usage is not possible"
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Call:
     fault: str | None = None
     detail: str = ""
     text: str = ""  # the answer; dropped when the conversation has gone on
+    beside: bool = False  # reasoning or calls of tools came, which are no text
 
     @property
     def good(self) -> bool:
@@ -181,6 +184,7 @@ async def make_call(
         _blame(call, Fault.BROKEN, error)
     finally:
         call.ended = call.ended or time.monotonic() - start
+        _refuse_impossible(call)
     if call.fault is None:
         judge(call, target, reader.over)
 
@@ -237,6 +241,7 @@ class _Reader:
             count = len(choice.get("token_ids") or ()) if call.counts is not None else 0
             if count or (call.counts is None and (said or beside)):
                 call.times.append(now)
+                call.beside = call.beside or bool(beside)
                 if call.counts is not None:
                     call.counts.append(count)
             if said:
@@ -254,6 +259,9 @@ def judge(call: Call, target: Target, done: bool) -> None:
     elif not call.times or not tokens:
         call.fault = Fault.EMPTY
         call.detail = f"finish_reason {call.finish!r}, usage {call.output_tokens} tokens"
+    elif call.counts is None and tokens > 1 and not call.beside and not call.text.strip():
+        # where ids were told they are the answer; one token may well be a line's end
+        call.fault, call.detail = Fault.BLANK, f"{tokens} tokens of white space"
     elif call.finish is None:
         call.fault = Fault.NO_FINISH
         call.detail = f"after {tokens} tokens"
@@ -269,6 +277,27 @@ def judge(call: Call, target: Target, done: bool) -> None:
     elif tokens < asked and (target.ignore_eos or call.finish == "length"):
         call.fault = Fault.SHORT
         call.detail = f"{tokens} of {asked}, finish_reason {call.finish!r}"
+
+
+def _refuse_impossible(call: Call) -> None:
+    """A usage that cannot be true is a fault, and none of it is kept: sums would hold it."""
+    told = {
+        "prompt_tokens": (call.prompt_tokens, 1),
+        "completion_tokens": (call.output_tokens, 0),
+        "cached_tokens": (call.cached_tokens, 0),
+    }
+    wrong = [
+        f"{name} {value!r}"
+        for name, (value, least) in told.items()
+        if value is not None and (type(value) is not int or value < least)
+    ]
+    prompt, cached = call.prompt_tokens, call.cached_tokens
+    if not wrong and prompt is not None and cached is not None and cached > prompt:
+        wrong.append(f"cached_tokens {cached} of prompt_tokens {prompt}")
+    if wrong:
+        call.prompt_tokens = call.cached_tokens = call.output_tokens = None
+        if call.fault is None:
+            call.fault, call.detail = Fault.IMPOSSIBLE, ", ".join(wrong)
 
 
 async def _read_out(chunks: AsyncIterator[bytes]) -> None:

@@ -1,6 +1,7 @@
 """`moeserve bench sweep`: a ladder of rates up to the knee, goodput at each, a table and a picture.
 
-The knee is the highest rate at which nearly all calls keep the limits and the server keeps up.
+The knee is the highest rate at which nearly all calls keep the limits and the server keeps up: what
+it delivers then is named, not what was asked for.
 Without limits they are multiples of what one call alone takes. Knows runs; which rates come next is
 decided purely (`next_rate`).
 """
@@ -16,6 +17,7 @@ from launch.bench.serve_call import Fault
 from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Load
 from launch.bench.serve_run import Run
+from launch.bench.sweep_pace import LONG, pace_of
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import say
 
@@ -26,7 +28,8 @@ TTFT_TIMES, TPOT_TIMES = 5.0, 3.0  # limits where none are given: times what a c
 FINE = 1.2  # a knee is found where the rates around it are this near
 MOST_POINTS = 12
 REFUSALS = ("http 429", "http 503", Fault.TIMEOUT)  # of a server that has too much to do
-POINT_SECONDS = 15.0
+POINT_SECONDS = 15.0  # longer where calls take long, so that a point can tell
+SLOWER = 3.0  # times what a call takes alone, under load
 POINT_CALLS = 20  # a point has at least so many calls
 
 
@@ -117,6 +120,7 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
     ttft, tpot, words = _limits(run.ask, alone)
     run = replace(run, ask=replace(run.ask, ttft_limit=ttft, tpot_limit=tpot))
     first = 0.5e3 / alone["latency_ms"]["e2e"]["mean"]
+    least = max(POINT_SECONDS, LONG * SLOWER * 1e-3 * alone["latency_ms"]["e2e"]["mean"])
     points: list[dict[str, Any]] = []
     tried: list[tuple[float, bool]] = []
     while True:
@@ -126,12 +130,12 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
             rate = next_rate(tried, first)
         if rate is None:
             break
-        point, stopped = _point(run, load, rate)
+        point, stopped = _point(run, load, rate, least)
         points.append(point)
         tried.append((rate, is_served(point)))
         if stopped:
             break
-    served = [x for x in points if is_served(x)]
+    knee = max((x for x in points if is_served(x)), key=lambda x: float(x["rate"]), default=None)
     requests = run.ask.requests
     whole = dict(alone)
     for name in ("samples", "over_time", "steps", "latency_ms", "throughput", "errors", "tokens"):
@@ -139,7 +143,7 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
     whole["settings"] |= {
         "when": "rates, " + load.arrivals,
         "requests": requests,
-        "seconds": None if requests else load.seconds or POINT_SECONDS,
+        "seconds": None if requests else load.seconds or least,
     }
     return whole | {
         "format": FORMAT,
@@ -147,7 +151,8 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
         "limits_are": words,
         "alone": {"latency_ms": alone["latency_ms"]},
         "points": sorted(points, key=lambda x: float(x["rate"])),
-        "knee": max((x["rate"] for x in served), default=None),
+        "knee": None if knee is None else knee["rate"],  # asked for
+        "knee_delivered": None if knee is None else knee["pace"]["delivered"] * load.turns,
         "best_goodput_requests_per_second": max(
             (x["goodput_requests_per_second"] for x in points), default=0.0
         ),
@@ -173,7 +178,7 @@ def _caveats(points: list[dict[str, Any]]) -> list[str]:
     rest = [
         f"at {x['rate']:.3g} a second: {c}"
         for x in points
-        for c in [*(c for c in x["caveats"] if c not in common), *_refused(x)]
+        for c in [*(c for c in x["caveats"] if c not in common), *_refused(x), *_behind(x)]
     ]
     return [*common, *rest]
 
@@ -183,10 +188,29 @@ def _refused(point: dict[str, Any]) -> list[str]:
     return [x for x in point["problems"] if x not in kept]
 
 
-def is_served(point: dict[str, Any]) -> bool:
+def _behind(point: dict[str, Any]) -> list[str]:
+    """What its pace says, where it does not keep up."""
+    pace = point["pace"]
+    if pace["keeps_up"] is None:
+        return [
+            f"too short to tell whether the server keeps up (calls came for {pace['seconds']:.3g} "
+            "s: more --seconds or --requests)"
+        ]
+    if pace["keeps_up"]:
+        return []
+    offered = "" if pace["offered"] is None else f" of {pace['offered']:.3g} that came"
+    return [f"the server did not keep up: {pace['delivered']:.3g} a second{offered}"]
+
+
+def keeps_limits(point: dict[str, Any]) -> bool:
     """Nearly all calls kept the limits."""
     sent = point["calls"]["sent"] - point["calls"]["cut_short_here"]
     return bool(sent) and point["calls"]["within_limits"] >= KEPT * sent
+
+
+def is_served(point: dict[str, Any]) -> bool:
+    """The limits were kept, and the server kept up for long enough to tell."""
+    return keeps_limits(point) and point["pace"]["keeps_up"] is True
 
 
 def _alone(run: Run, load: Load) -> dict[str, Any]:
@@ -209,12 +233,12 @@ def _limits(ask: Ask, alone: dict[str, Any]) -> tuple[float | None, float | None
     return ttft, tpot, words
 
 
-def _point(run: Run, load: Load, rate: float) -> tuple[dict[str, Any], bool]:
+def _point(run: Run, load: Load, rate: float, least_seconds: float) -> tuple[dict[str, Any], bool]:
     requests, seconds = run.ask.requests, load.seconds
     if requests is None:
-        requests = max(POINT_CALLS, round(rate * (seconds or POINT_SECONDS)))
+        requests = max(POINT_CALLS, round(rate * (seconds or least_seconds)))
     asked = replace(load, rate=rate, concurrency=None, seconds=None, requests=requests)
     report, driven = run.measure(asked, f"{rate:.3g} a second")
     for name in ("samples", "over_time", "server", "client", "format", "url", "model", "settings"):
         report.pop(name)
-    return {"rate": rate} | report, driven.interrupted
+    return {"rate": rate, "pace": pace_of(driven.calls).as_json()} | report, driven.interrupted

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HEADS = (
-    "rate", "answers/s", "good/s", "kept", "out tok/s a node", "a GPU", "TTFT p50", "p99",
-    "TPOT p50", "p99", "failed",
+    "rate", "answers/s", "good/s", "kept", "keeps up", "out tok/s a node", "a GPU",
+    "TTFT p50", "p99", "TPOT p50", "p99", "failed",
 )  # fmt: skip
 
 
@@ -28,6 +28,7 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
                 number(throughput["all"]["requests_per_second"]),
                 number(x["goodput_requests_per_second"]),
                 f"{x['calls']['within_limits'] / sent:.0%}",
+                {True: "yes", False: "no", None: "too short"}[x["pace"]["keeps_up"]],
                 number(throughput["per_node"]["output_tokens_per_second"]),
                 number(throughput["per_gpu"]["output_tokens_per_second"]),
                 *(number(ttft.get(p)) for p in ("p50", "p99")),
@@ -43,11 +44,25 @@ def verdict(report: dict[str, Any]) -> str:
     said = [f"{k[:4].upper()} {number(v)} ms" for k, v in limits.items() if v is not None]
     asked = f"limits: {', '.join(said)} ({report['limits_are']})"
     knee = report["knee"]
+    above = [x for x in report["points"] if knee is None or x["rate"] > knee]
+    notes = []
     if knee is None:
-        return f"knee: below all rates tried; {asked}"
-    highest = max(x["rate"] for x in report["points"])
-    beyond = " (none above it was tried)" if knee == highest else ""
-    return f"knee: {knee:.3g} answers/s{beyond}; {asked}"
+        first = "knee: none was found: no rate tried is known to be served"
+    else:
+        delivered = number(report["knee_delivered"])
+        first = f"knee: {delivered} answers/s delivered, at {knee:.3g} calls/s asked for"
+        if not above:
+            notes.append("none above it was tried")
+        if any(x["rate"] == knee and x["generator"]["was_limit"] for x in report["points"]):
+            notes.append("the load generator was the limit there: of the server it says little")
+    for words, some in (
+        ("too short to tell", [x for x in above if x["pace"]["keeps_up"] is None]),
+        ("the load generator was the limit", [x for x in above if x["generator"]["was_limit"]]),
+    ):
+        if some:
+            rates = ", ".join(f"{x['rate']:.3g}" for x in some)
+            notes.append(f"at {rates} calls/s {words}")
+    return "; ".join([first, *notes, asked])
 
 
 def show(report: dict[str, Any], console: Console) -> None:
