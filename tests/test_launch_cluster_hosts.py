@@ -187,7 +187,7 @@ def test_ctrl_c_drains_and_nobody_is_left(place, capfd):
     assert "2 hosts answer" in text and "n0 (ranks 0-1): ready" in text
     assert text.endswith("moeserve: stopped\n") and len(place.ranks()) == 4
     until(lambda: all_gone(place))
-    assert (place.folder / "asked").read_text().split() == ["a", "b"]
+    assert sorted((place.folder / "asked").read_text().split()) == ["a", "b"]
 
 
 def test_the_first_cause_is_told_and_all_hosts_end(place, capfd):
@@ -251,6 +251,26 @@ def test_what_a_host_says_of_itself():
     said = remote.who_am_i({"SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"})
     assert said["address"] == "10.0.0.2" and said["versions"]["torch"].startswith("2.")
     assert json.loads(json.dumps(said)) == said
+
+
+def test_ranks_meet_where_the_other_hosts_come_too(monkeypatch):
+    def at(name: str, address: str, count: int = 2) -> str:
+        up = {"address": address, "port": 7}
+        named = [hosts.Host(name, None, up=up) for _ in range(count)]
+        return hosts._meeting_point(named, words)[0]
+
+    words = ["--ep", "2", "--interface", "lo"]
+    assert at("localhost", "") == "127.0.0.1", "as asked for: names of one machine"
+    words = ["--ep", "2"]
+
+    assert at("me@node1", "10.0.0.2") == "10.0.0.2"
+    assert at("me@node1", "") == at("node1", "127.0.0.1") == "node1"
+    assert at("localhost", "", 1) == "127.0.0.1"
+    for name, address in (("localhost", ""), ("127.0.0.2", "127.0.0.1"), ("::1", "::1")):
+        with pytest.raises(HostsFailed, match="name the first host by an address"):
+            at(name, address)
+    monkeypatch.setattr(remote.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert remote.who_am_i({})["address"] == ""
 
 
 def test_what_hosts_get_of_the_environment():

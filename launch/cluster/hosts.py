@@ -8,6 +8,8 @@ happens on a host is `launch.cluster.remote`.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import itertools
 import json
 import os
 import queue
@@ -151,8 +153,9 @@ class HostsLaunch:
         watch = HostsWatch(hosts, news, len(names) * ranks, folder, served.drain_seconds, self.wait)
         try:
             self._wait_until_up(hosts, news)
-            address, port = hosts[0].up["address"], hosts[0].up["port"]
-            say(f"{counted(len(hosts), 'host')} answer; ranks meet at {address}:{port}")
+            address, port = _meeting_point(hosts, served.words)
+            answer = f"{counted(len(hosts), 'host')} {'answers' if len(hosts) == 1 else 'answer'}"
+            say(f"{answer}; ranks meet at {address}:{port}")
             for number, host in enumerate(hosts):
                 torchrun = [
                     *(python, "-P", "-m", "torch.distributed.run"),
@@ -235,6 +238,38 @@ def _why_not(host: Host) -> str | None:
         return f"no answer within {UP_SECONDS:g} s"
     said = [line for line in host.complaints if line.strip()]
     return said[-1].strip() if said else f"ssh ended with exit code {host.code}"
+
+
+def _meeting_point(hosts: Sequence[Host], words: Sequence[str]) -> tuple[str, int]:
+    """Address and port of the first host's store: as ssh came to it, or as it knows itself, or by
+    the name that was typed. Loopback is for one host, or where --interface asks for it (several
+    names of one machine). HostsFailed: others would look for the store on themselves."""
+    first = hosts[0]
+    port = int(first.up["port"])
+    if len(hosts) == 1 or {"--interface=lo", "--interface lo"} & _pairs(words):
+        return first.up["address"] or "127.0.0.1", port
+    typed = first.name.rpartition("@")[2]
+    address = next((x for x in (first.up["address"], typed) if x and not _is_itself(x)), None)
+    if address is None:
+        raise HostsFailed(
+            f"host {first.name}: {first.up['address'] or typed} leads each host to itself, so "
+            "ranks of the others would not find it; name the first host by an address or a name at "
+            "which the others reach it, such as 10.0.0.1 (or, where all are one machine, give "
+            "serve --interface lo)"
+        )
+    return address, port
+
+
+def _pairs(words: Sequence[str]) -> set[str]:
+    return {*words, *(f"{a} {b}" for a, b in itertools.pairwise(words))}
+
+
+def _is_itself(address: str) -> bool:
+    """Whether this means, on every machine, that machine. Names are not looked up: Debian's own
+    host is 127.0.1.1 to itself, and right for all others."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost" or address.endswith(".localhost")
 
 
 def _skew(hosts: Sequence[Host]) -> list[str]:

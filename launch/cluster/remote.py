@@ -56,7 +56,8 @@ def main() -> None:
 
 
 def who_am_i(environ: Mapping[str, str]) -> dict[str, Any]:
-    """host, address at which the other hosts reach this one, a free port, versions."""
+    """host, address at which the other hosts reach this one ("": nothing here tells), a free port,
+    versions."""
     connection = environ.get("SSH_CONNECTION", "").split()  # client, port, server, port
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -73,11 +74,12 @@ def who_am_i(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _own_address() -> str:
+    """Where its name leads, unless that is to itself alone."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         if not address.startswith("127."):
             return address
-    return "127.0.0.1"
+    return ""
 
 
 def _version(name: str) -> str:
