@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_world import checkpoint_folder  # noqa: F401  (fixture)
 
+from launch.bench import sweep
 from launch.bench.compare import ratios, unlike_settings
 from launch.bench.serve_call import CUT, Call, Fault, Target
 from launch.bench.serve_drive import Share, Tally, drive
@@ -318,6 +319,15 @@ def test_compare_pairs_calls_by_their_number() -> None:
     assert ttft["ratio"] == 2.0 and ttft["pairs"] == 3 and ttft["better"] == "less"
     assert rows["output tokens/s a node"]["better"] == "more"
     assert unlike_settings(report_of(first), report_of(first, seed=1)) == [("seed", 0, 1)]
+
+
+def test_compare_of_sweeps_takes_what_the_knees_delivered() -> None:
+    a: dict[str, Any] = {"format": sweep.FORMAT, "knee": 8.0, "knee_delivered": 7.0, "points": []}
+    b = a | {"knee": 16.0, "knee_delivered": 14.0}
+    (row,) = ratios(a, b)
+    assert row["what"] == "knee, answers/s" and (row["a"], row["ratio"]) == (7.0, 2.0)
+    del a["knee_delivered"]
+    assert ratios(a, b)[0]["ratio"] is None
 
 
 def test_compare_refuses_unlike_settings(

@@ -39,7 +39,9 @@ class Pace:
 def pace_of(calls: Sequence[Call]) -> Pace:
     """Of the calls of one rate; what was cut short here does not count, what failed is not
     delivered."""
-    due, ends, failed = {}, {}, set()
+    due: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    failed: set[int] = set()
     for call in calls:
         number = call.conversation
         due.setdefault(number, call.sent if call.due is None else call.due)
@@ -65,7 +67,9 @@ def pace_of(calls: Sequence[Call]) -> Pace:
         keeps_up = False if sure else None
     else:
         keeps_up = True if seconds >= LONG * took else None
-    return Pace(offered, offered * share, seconds, keeps_up)
+    over = [at + x for at, x in good]
+    ended = (len(good) - 1) / max(max(over) - min(over), 1e-9)
+    return Pace(offered, min(offered * share, ended), seconds, keeps_up)  # never more than was seen
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
