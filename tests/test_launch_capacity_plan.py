@@ -16,8 +16,9 @@ from launch.capacity.balance import balance, typical
 from launch.capacity.deployment import from_preset
 from launch.capacity.picture import draw_search
 from launch.capacity.predict import Workload, predict
+from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
-from launch.capacity.rules import errors, violations
+from launch.capacity.rules import violations
 from launch.capacity.run import RulesViolated
 from launch.capacity.search import pareto, ratio, search
 from launch.cli import app

@@ -17,8 +17,9 @@ from launch.capacity.memory import buffers, concurrency, memory, sequences_that_
 from launch.capacity.node import Node
 from launch.capacity.parts import memory_parts, step_parts
 from launch.capacity.predict import Workload, mean_accepted, predict
+from launch.capacity.remedies import WARNING, errors
 from launch.capacity.report import report
-from launch.capacity.rules import ORDER, WARNING, errors, largest_batch, violations
+from launch.capacity.rules import ORDER, broken, largest_batch, violations
 from models.deepseek.config import DeepSeekConfig
 
 V3 = from_preset("v3-decode-144")
@@ -62,20 +63,44 @@ def test_parts_add_up_and_are_no_less_than_nothing(d: Deployment) -> None:
     assert r.prediction.per_gpu > 0 and r.balance.mean >= 1 - 1e-9 and r.balance.worst >= 1 - 1e-9
 
 
-@QUICK
+@settings(QUICK, max_examples=20)
 @given(deployments(), st.sampled_from((512.0, 4608.0, 30000.0)))
 def test_what_is_called_valid_is_valid(d: Deployment, length: float) -> None:
-    for v in violations(d, length):
+    found = violations(d, length)
+    wrong = {v.rule for v in errors(found)}
+    for v in found:
         for field, value in v.nearest:
             change: Any = {field: value}
-            left = violations(replace(d, **change), length)
-            same = [x for x in left if x.rule == v.rule and x.severity == v.severity]
-            if v.rule in ("FP8 blocks", *WAYS):  # one rule of several lines
-                kind = v.text.split("=")[0].split(":")[0].lstrip("0123456789")
-                same = [x for x in same if kind in x.text and "decode needs" not in x.text]
-                if v.text.startswith("decode needs"):
-                    same = []
-            assert not same, (v, value, left)
+            left = errors(broken(replace(d, **change), length))
+            assert not left or "beside what the other rules ask for" in v.text, (v, value, left)
+            assert {x.rule for x in left} <= wrong, (v, value, left)
+            assert all(x.by != (field,) for x in left), (v, value, left)
+            assert all(x.rule != v.rule or not {*x.by} & {*v.by} for x in left), (v, left)
+        assert v.nearest or not v.by or "alone would do" in v.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gpus": 36, "redundant": 32, "tp": 7}, {"tp": {1, 2, 4}}),  # 8 does not divide 36
+        ({"gpus": 128, "redundant": 0, "tp": 100}, {"tp": {1, 2, 4, 8}}),
+        ({"gpus": 128, "redundant": 0, "tp": 24}, {"tp": {1, 2, 4, 8}}),
+        ({"dispatch": "local"}, {"gpus": set()}),  # 1 would not hold it
+        ({"gpus": 8, "redundant": 0}, {"gpus": {40}, "sequences": set()}),
+        ({"sequences": 2000}, {"sequences": set(range(1, 1025))}),
+    ],
+)
+def test_what_is_nearest_breaks_nothing_else(
+    change: dict[str, Any], said: dict[str, set[int]]
+) -> None:
+    for v in violations(replace(V3, **change), 4989):
+        assert all(value in said.get(field, {value}) for field, value in v.nearest), v
+        assert not v.text.startswith("decode needs")
+
+
+def test_none_is_said_where_there_is_none() -> None:
+    (said,) = [v for v in violations(replace(V3, dispatch="local"), 4989) if v.rule == "local"]
+    assert said.nearest == () and "no other GPUs alone would do" in said.text
 
 
 @QUICK
@@ -134,14 +159,14 @@ def test_every_broken_rule_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "rule", "said"),
     [
-        ({"gpus": 300}, "every GPU has an expert", "at most 288 GPUs"),
+        ({"gpus": 300}, "every GPU has an expert", "GPUs: 288"),
         ({"dispatch": "nvshmem"}, "nvshmem", "at most 16"),
-        ({"dispatch": "deepep_normal", "gpus": 40}, "deepep_normal", "32 or 48"),
+        ({"dispatch": "deepep_normal", "gpus": 40}, "deepep_normal", "GPUs: 48"),
         ({"dispatch": "deepep_v2", "gpus": 1600, "redundant": 1344}, "deepep_v2", "at most 1024"),
         ({"dispatch": "local"}, "local", "one GPU alone"),
         ({"sequences": 2000}, "deepep_ll", "at most"),
         ({"sequences": 300}, "KV cache", "at most"),
-        ({"gpus": 8, "redundant": 0}, "GPU memory", "GPUs would hold it"),
+        ({"gpus": 8, "redundant": 0}, "GPU memory", "GPUs: 40"),
     ],
 )
 def test_limits(change: dict[str, Any], rule: str, said: str) -> None:

@@ -20,8 +20,9 @@ from launch.capacity.known import load_shape
 from launch.capacity.memory import memory
 from launch.capacity.node import Node
 from launch.capacity.predict import Workload, predict
+from launch.capacity.remedies import errors
 from launch.capacity.report import Limits, Plan, report
-from launch.capacity.rules import choose_dispatch, errors, largest_batch, violations
+from launch.capacity.rules import broken, choose_dispatch, largest_batch
 from launch.capacity.shape import ModelShape
 from launch.capacity.values import Values
 
@@ -148,8 +149,8 @@ def _step(d: Deployment, work: Workload, ttft: float | None) -> int:
     while tokens > 256:
         asked = replace(d, tokens=tokens)
         waits = predict(asked, work).ttft or 0.0
-        found = errors(violations(asked, float(work.input_tokens)))
-        refused = any(field == "tokens" for v in found for field, _ in v.nearest)
+        found = errors(broken(asked, float(work.input_tokens)))
+        refused = any(v.by == ("tokens",) for v in found)
         if memory(asked).kv > kv and not refused and (ttft is None or waits <= ttft):
             return tokens
         tokens //= 2

@@ -23,8 +23,8 @@ from launch.capacity.canvas import (
     save,
 )
 from launch.capacity.parts import dollars, memory_parts, step_parts
+from launch.capacity.remedies import errors
 from launch.capacity.report import Plan, Report
-from launch.capacity.rules import errors
 from launch.capacity.screen import front_names, front_rows
 from launch.capacity.search import Candidate, Found, Ratio
 from launch.capacity.validate import Point, Validation

@@ -13,7 +13,8 @@ from launch.capacity.deployment import Deployment
 from launch.capacity.memory import Concurrency, Memory, concurrency, memory
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
 from launch.capacity.predict import Prediction, Workload, predict
-from launch.capacity.rules import WARNING, Violation, errors, violations
+from launch.capacity.remedies import WARNING, Violation, errors
+from launch.capacity.rules import violations
 from launch.capacity.times import Calibration
 
 LENGTHS = (1024, 4096, 16384, 32768, 131072)

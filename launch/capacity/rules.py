@@ -10,18 +10,18 @@ Shape letters: M tokens that a GPU dispatches at most, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dispatch import deepep, deepep_v2_limits, nvshmem_sizes
 from dispatch.deepep_v2 import ALIGNMENT
-from ep.planning.shapes import near_divisors, near_multiples
+from ep.planning.shapes import near_multiples
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import dispatch_config, group_of, memory, sequences_that_fit
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
+from launch.capacity.remedies import WARNING, Violation, errors, mended
 
 BLOCK = 128  # of FP8 scales
-ERROR, WARNING = "error", "warning"
 # What `--dispatch auto` takes, the first that no rule forbids: as `serve --dispatch auto` does.
 ORDER = {
     "prefill": ("deepep_v2", "deepep_normal", "torch"),
@@ -30,33 +30,17 @@ ORDER = {
 _MOST_SEQUENCES = 4096  # on a GPU, that `largest_batch` tries
 
 
-@dataclass(frozen=True)
-class Violation:
-    """rule: its short name. text: value, what would be valid. nearest: the same as data, by field
-    of the deployment. severity: a warning runs, but not as well as it could, or not here."""
-
-    rule: str
-    text: str
-    nearest: tuple[tuple[str, int], ...] = ()
-    severity: str = ERROR
-
-    def as_json(self) -> dict[str, Any]:
-        near: dict[str, list[int]] = {}
-        for field, value in self.nearest:
-            near.setdefault(field, []).append(value)
-        return {"rule": self.rule, "severity": self.severity, "text": self.text, "nearest": near}
-
-
 def violations(d: Deployment, length: float, node: Node | None = None) -> list[Violation]:
     """length: mean positions of a sequence. node: what one has, where that is known."""
+    return mended(d, broken(d, length, node), lambda other: broken(other, length, node))
+
+
+def broken(d: Deployment, length: float, node: Node | None = None) -> list[Violation]:
+    """As `violations`, without a look at what would be valid: much quicker where something is."""
     found = [*_layout(d), *_attention(d), *_drafts(d), *_dispatch(d)]
     if all(v.rule != "tokens of a step" for v in found):
         found += _memory(d, length)
     return found + list(_host(d, node or Node()))
-
-
-def errors(found: list[Violation]) -> list[Violation]:
-    return [v for v in found if v.severity == ERROR]
 
 
 def choose_dispatch(d: Deployment) -> Deployment:
@@ -94,34 +78,39 @@ def _layout(d: Deployment) -> Iterator[Violation]:
     m = d.shape.config
     if d.step_tokens < 1:
         name = "sequences" if d.phase == "decode" else "tokens"
-        yield Violation("tokens of a step", f"{name}={getattr(d, name)}: at least 1", ((name, 1),))
+        yield Violation(
+            "tokens of a step",
+            f"{name}={getattr(d, name)}: at least 1",
+            ((name, 1), (name, 4)),
+            by=(name,),
+        )
     if d.hosted == 0 and d.shared == "hosted":
         yield Violation(
             "a shared expert", "the model has no shared expert that slots could host: replicated"
         )
     if d.gpus > d.slots:
         more = d.gpus - m.n_routed_experts - d.hosted
-        most = d.slots if d.slots <= d.gpu.per_node else d.slots - d.slots % d.gpu.per_node
         yield Violation(
             "every GPU has an expert",
-            f"{d.gpus} GPUs for {d.slots} slots: at most {most} GPUs, or redundant: {more}",
-            (("gpus", most), ("redundant", more)),
+            f"{d.gpus} GPUs for {d.slots} slots",
+            (("gpus", d.slots), ("redundant", more)),
+            by=("gpus", "redundant"),
         )
     elif empty := d.physical - d.slots:
         near = [r for r in (d.redundant + empty - d.gpus, d.redundant + empty) if r >= 0]
         yield Violation(
             "slots divide",
             f"{d.slots} slots ({m.n_routed_experts + d.hosted} experts + {d.redundant} redundant) "
-            f"over {d.gpus} GPUs: {d.slots_per_gpu} each, so {empty} stay empty; "
-            f"redundant: {' or '.join(map(str, near))} would leave none",
+            f"over {d.gpus} GPUs: {d.slots_per_gpu} each, so {empty} stay empty",
             tuple(("redundant", r) for r in near),
             WARNING,
+            by=("redundant",),
         )
     if d.gpus > d.gpu.per_node and d.gpus % d.gpu.per_node:
         yield Violation(
             "whole nodes",
-            f"{d.gpus} GPUs with {d.gpu.per_node} a node: {near_multiples(d.gpus, d.gpu.per_node)}",
-            _near("gpus", d.gpus, d.gpu.per_node),
+            f"{d.gpus} GPUs with {d.gpu.per_node} a node",
+            by=("gpus",),
         )
 
 
@@ -134,23 +123,18 @@ def _attention(d: Deployment) -> Iterator[Violation]:
         f"tp={d.tp}: moeserve runs attention data-parallel (tp: 1); this plans another engine",
         (("tp", 1),),
         WARNING,
+        by=("tp",),
     )
     heads = m.num_attention_heads
     if heads % d.tp:
-        near = near_divisors(heads, d.tp)
-        yield Violation(
-            "heads divide", f"{heads} heads over tp={d.tp}: {near}", _numbers("tp", near)
-        )
+        yield Violation("heads divide", f"{heads} heads over tp={d.tp}", by=("tp",))
     if d.gpus % d.tp:
-        near = near_divisors(d.gpus, d.tp)
-        yield Violation(
-            "GPUs divide", f"{d.gpus} GPUs in groups of tp={d.tp}: {near}", _numbers("tp", near)
-        )
+        yield Violation("GPUs divide", f"{d.gpus} GPUs in groups of tp={d.tp}", by=("tp",))
     if d.tp > d.gpu.domain:
         yield Violation(
             "one NVLink domain",
             f"tp={d.tp}: at most {d.gpu.domain} share NVLink",
-            (("tp", d.gpu.domain),),
+            by=("tp",),
         )
     if m.quantization is None:
         return
@@ -162,13 +146,10 @@ def _attention(d: Deployment) -> Iterator[Violation]:
     }
     for name, width in sharded.items():
         if width % (d.tp * BLOCK):
-            fits = [t for t in range(1, d.gpu.domain + 1) if width % (t * BLOCK) == 0]
-            around = [t for t in fits if t <= d.tp][-1:] + [t for t in fits if t > d.tp][:1]
-            said = f"tp: {', '.join(map(str, fits))}" if fits else "no tp would do"
             yield Violation(
                 "FP8 blocks",
-                f"{name}: {width} over tp={d.tp} cuts blocks of {BLOCK}; {said}",
-                tuple(("tp", t) for t in around),
+                f"{name}: {width} over tp={d.tp} cuts blocks of {BLOCK}",
+                by=("tp",),
             )
 
 
@@ -176,8 +157,9 @@ def _drafts(d: Deployment) -> Iterator[Violation]:
     if d.phase == "decode" and d.drafts and not d.shape.config.num_mtp_layers:
         yield Violation(
             "MTP layers",
-            f"drafts={d.drafts}: the model has no MTP layer (num_nextn_predict_layers); drafts: 0",
+            f"drafts={d.drafts}: the model has no MTP layer (num_nextn_predict_layers)",
             (("drafts", 0),),
+            by=("drafts",),
         )
 
 
@@ -186,7 +168,7 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
     if d.gpus == 1 or d.step_tokens < 1 or d.dispatch in ("torch", "allgather"):
         return
     if d.dispatch == "local":
-        yield Violation("local", f"{d.gpus} GPUs: for one GPU alone", (("gpus", 1),))
+        yield Violation("local", f"{d.gpus} GPUs: for one GPU alone", by=("gpus",))
         return
     m = d.shape.config
     common: dict[str, Any] = {
@@ -198,7 +180,7 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
     }
     if d.dispatch == "deepep_ll":
         said = deepep.ll_problems(**common, qp_depth=None)
-        near = _ll_batch(d) + _near("gpus", d.gpus, deepep.RANKS_PER_NODE)
+        near = _ll_batch(d)
     elif d.dispatch == "deepep_v2":
         said = deepep_v2_limits.problems(
             deepep_v2_limits.ELASTIC,
@@ -214,16 +196,19 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
     else:
         said, near = _normal(d)
     for text in said:
-        if text.startswith("decode needs"):
-            text += f": {d.sequences} x (1 + {d.drafts}) = {d.decode_tokens}"
-        yield Violation(d.dispatch, text, tuple(n for n in near if n[0] in _about(text)))
+        if text.startswith("decode needs"):  # said of the batch beside every limit
+            continue
+        if text.startswith("max_tokens") and d.phase == "decode":
+            text += f" (of {d.sequences} sequences x (1 + {d.drafts}))"
+        by = _about(d, text)
+        yield Violation(d.dispatch, text, tuple(n for n in near if n[0] in by), by=by)
 
 
-def _about(text: str) -> tuple[str, ...]:
+def _about(d: Deployment, text: str) -> tuple[str, ...]:
     """Fields that help: other GPUs do not help against a batch, nor the reverse."""
-    if text.startswith(("max_tokens", "decode needs")):
-        return ("sequences", "tokens")
-    return ("gpus",) if " ranks: " in text else ()
+    if text.startswith("max_tokens"):
+        return ("sequences",) if d.phase == "decode" else ("tokens",)
+    return ("gpus",) if " ranks" in text.split(":")[0] else ()
 
 
 def _ll_batch(d: Deployment) -> tuple[tuple[str, int], ...]:
@@ -241,9 +226,9 @@ def _normal(d: Deployment) -> tuple[list[str], tuple[tuple[str, int], ...]]:
     said: list[str] = []
     near: tuple[tuple[str, int], ...] = ()
     if d.gpus not in deepep.NORMAL_RANKS:
-        closest = sorted(sorted(deepep.NORMAL_RANKS, key=lambda r: abs(r - d.gpus))[:2])
-        near = tuple(("gpus", r) for r in closest)
-        said.append(f"{d.gpus} ranks: nearest valid {' or '.join(map(str, closest))}")
+        valid = sorted(deepep.NORMAL_RANKS)
+        near = tuple(("gpus", ranks) for ranks in valid)
+        said.append(f"{d.gpus} ranks: valid are {', '.join(map(str, valid))}")
     if d.picks > deepep.NORMAL_MAX_TOP_K:
         said.append(f"top_k={d.picks}: at most {deepep.NORMAL_MAX_TOP_K}")
     step = 256 if d.gpus > d.gpu.per_node else 16 if d.wire_fp8 else 8
@@ -260,34 +245,31 @@ def _normal(d: Deployment) -> tuple[list[str], tuple[tuple[str, int], ...]]:
 def _memory(d: Deployment, length: float) -> Iterator[Violation]:
     held = memory(d)
     if held.kv <= 0:
-        more = _gpus_that_hold(d)
-        remedy = f"; {more} GPUs would hold it" if more else ""
-        fewer = _step_that_holds(d)
         name = "sequences" if d.phase == "decode" else "tokens"
-        if fewer:
-            remedy += f"; {name}: {fewer}"
         yield Violation(
             "GPU memory",
-            f"{held.used / 1e9:.1f} of {held.total / 1e9:.0f} GB are used before any cache"
-            + (remedy or "; neither more GPUs nor smaller steps would hold it"),
-            ((("gpus", more),) if more else ()) + (((name, fewer),) if fewer else ()),
+            f"{held.used / 1e9:.1f} of {held.total / 1e9:.0f} GB are used before any cache",
+            by=("gpus", name),
         )
         return
     fit = sequences_that_fit(d, length)
     if d.phase == "decode" and fit < d.sequences:
         most = largest_batch(d, length)
-        fp8 = "" if d.kv_fp8 else f", or {largest_batch(replace(d, kv_fp8=True), length)} in FP8"
+        small = 0 if d.kv_fp8 else largest_batch(replace(d, kv_fp8=True), length)
+        fits = f": at most {most}" if most else ""
         yield Violation(
             "KV cache",
             f"{d.sequences} sequences of {length:.0f} positions do not fit into "
-            f"{held.kv / 1e9:.1f} GB: at most {most}{fp8}",
+            f"{held.kv / 1e9:.1f} GB{fits}{f', {small} in FP8' if small > most else ''}",
             (("sequences", most),) if most else (),
+            by=("sequences",) if most else ("gpus", "sequences"),
         )
     if d.phase == "prefill" and fit < 1:
         yield Violation(
             "KV cache",
             f"a prompt of {length:.0f} positions does not fit into {held.kv / 1e9:.1f} GB"
-            + ("" if d.kv_fp8 else "; an FP8 cache takes 0.57 as much"),
+            + ("" if d.kv_fp8 else " (an FP8 cache takes 0.57 as much)"),
+            by=("gpus", "tokens"),
         )
 
 
@@ -307,32 +289,3 @@ def _host(d: Deployment, node: Node) -> Iterator[Violation]:
             f"{here * NEEDED_SHARED / 1e9:.0f} GB, or at most "
             f"{int(node.shared_memory // NEEDED_SHARED)} ranks a node",
         )
-
-
-def _gpus_that_hold(d: Deployment) -> int | None:
-    """The fewest, in steps of whole nodes, that the same layout would fit on."""
-    for gpus in range(d.gpu.per_node, d.slots + 1, d.gpu.per_node):
-        if gpus > d.gpus and memory(replace(d, gpus=gpus)).kv > 0:
-            return gpus
-    return None
-
-
-def _step_that_holds(d: Deployment) -> int | None:
-    """The largest step, halved and halved again, that the same GPUs would hold."""
-    name = "sequences" if d.phase == "decode" else "tokens"
-    size: int = getattr(d, name) // 2
-    while size >= 1:
-        smaller: Any = {name: size}
-        if memory(replace(d, **smaller)).kv > 0:
-            return size
-        size //= 2
-    return None
-
-
-def _near(field: str, value: int, of: int) -> tuple[tuple[str, int], ...]:
-    return _numbers(field, near_multiples(value, of))
-
-
-def _numbers(field: str, text: str) -> tuple[tuple[str, int], ...]:
-    """'2 or 4' as data."""
-    return tuple((field, int(number)) for number in text.split(" or "))

@@ -13,8 +13,8 @@ from rich.table import Table
 from launch.capacity.asked import Asked
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
 from launch.capacity.parts import dollars, memory_parts, step_parts
+from launch.capacity.remedies import ERROR, errors
 from launch.capacity.report import ASSUMED, Plan, Report
-from launch.capacity.rules import ERROR, errors
 from launch.capacity.search import Candidate, Found, Ratio
 from launch.capacity.times import Step
 from launch.capacity.validate import FITTED, Validation

@@ -16,8 +16,9 @@ from launch.capacity.balance import FloatArray, balance
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import sequences_that_fit
 from launch.capacity.predict import Prediction, Workload, predict
+from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
-from launch.capacity.rules import ORDER, errors, violations
+from launch.capacity.rules import ORDER, broken
 from launch.capacity.times import Calibration
 
 GPUS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384, 512)
@@ -150,7 +151,7 @@ def _way(d: Deployment, length: float) -> Deployment | None:
     for name in _ways(d):
         way = replace(d, dispatch=name)
         fits = d.phase == "prefill" or sequences_that_fit(way, length) >= d.sequences
-        if fits and not errors(violations(way, length)):  # the first is quicker to ask
+        if fits and not errors(broken(way, length)):  # the first is quicker to ask
             return way
     return None
 
