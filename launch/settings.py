@@ -127,7 +127,13 @@ FLAGS = (
     Flag("server", "max_queue", "N", "Requests in flight before 429", "512"),
     Flag("server", "drain_seconds", "SEC", "Patience with running requests at a stop", "30"),
     Flag("server", "rank_timeout", "SEC", "Silence of a rank's host after which it is dead", "20"),
-    Flag("server", "api_key", "KEY", "Asked of clients as 'Authorization: Bearer KEY'"),
+    Flag(
+        "server",
+        "api_key",
+        "KEY",
+        "Asked of clients as 'Authorization: Bearer KEY'",
+        envvar="MOESERVE_API_KEY",
+    ),
     Flag(
         "server",
         "admin_key",

@@ -61,12 +61,11 @@ def test_the_file_is_a_shell_script_that_says_what_was_asked(tmp_path):
         assert line in text.splitlines(), line
     script = tmp_path / "job.sbatch"
     # What srun would get: the words must survive the shell.
-    script.write_text(text.replace("exec srun", "printf '%s\\n'"))
+    script.write_text(text.replace("exec srun", "printf '%s\\n' \"$MOESERVE_API_KEY\""))
     told = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines()[-8:] == [
-        *("/opt/python", "-P", "-m", "moeserve", "serve"),
-        *("/data/my model", "--api-key", "a'b"),
-    ]
+    printed = told.stdout.splitlines()
+    assert printed[-6:] == ["/opt/python", "-P", "-m", "moeserve", "serve", "/data/my model"]
+    assert printed[0] == "a'b" and "--api-key" not in text, "by the environment: ps shows flags"
     directives = [x for x in text.splitlines() if x.startswith("#SBATCH")]
     first_command = next(i for i, x in enumerate(text.splitlines()) if x and x[0] != "#")
     assert all(text.splitlines().index(x) < first_command for x in directives)
@@ -110,7 +109,10 @@ def test_keys_do_not_stand_in_the_record(cluster, tmp_path):
     asked.run()
     record = (tmp_path / "job" / "job.json").read_text()
     assert "secret" not in record and "hidden" not in record
-    assert "secret" in (tmp_path / "job" / "job.sbatch").read_text()
+    script = (tmp_path / "job" / "job.sbatch").read_text().splitlines()
+    assert "export MOESERVE_API_KEY=secret" in script
+    assert "export MOESERVE_ADMIN_KEY=hidden" in script
+    assert "-key" not in script[-1], "lists of processes show it"
 
 
 def test_from_the_command_line(cluster, tmp_path):
@@ -166,6 +168,24 @@ def test_everything_wrong_is_said_at_once(cluster, tmp_path):
     ):
         assert any(p.startswith(start) for p in found), (start, found)
     assert not any(call.startswith("sbatch") for call in cluster.calls)
+
+
+@pytest.mark.parametrize(
+    ("option", "bad", "good"),
+    [
+        ("time", ["zzz", "", "1:99", "1-", "-5", "1:2:3:4", "2d"], ["30", "2-0", "1:30:00"]),
+        ("partition", ["p;rm", "", "a,", "$(x)"], ["main"]),
+        ("account", ["a b", "x;y"], ["phys-1"]),
+    ],
+)
+def test_what_goes_into_the_file_has_slurms_form(cluster, tmp_path, option, bad, good):
+    for value in bad:
+        assert any(
+            p.startswith(f"--{option} {value!r}: must be")
+            for p in problems_of(launch(tmp_path, **{option: value}))
+        ), value
+    for value in good:
+        assert launch(tmp_path, submit=False, **{option: value}).run() == 0
 
 
 def test_a_partition_is_one_of_the_clusters(cluster, tmp_path):

@@ -27,7 +27,14 @@ from typing import Any
 
 from launch.cluster import remote
 from launch.cluster.hosts_watch import INTERRUPTED, HostsWatch
-from launch.cluster.jobs import FOLDERS, HOSTS, JOB_FILE, record_of_this_process, registered
+from launch.cluster.jobs import (
+    FOLDERS,
+    HOSTS,
+    JOB_FILE,
+    keys_apart,
+    record_of_this_process,
+    registered,
+)
 from launch.cluster.served import Served, check_served
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted, say
@@ -156,6 +163,7 @@ class HostsLaunch:
             address, port = _meeting_point(hosts, served.words)
             answer = f"{counted(len(hosts), 'host')} {'answers' if len(hosts) == 1 else 'answer'}"
             say(f"{answer}; ranks meet at {address}:{port}")
+            words, keys = keys_apart(served.words)
             for number, host in enumerate(hosts):
                 torchrun = [
                     *(python, "-P", "-m", "torch.distributed.run"),
@@ -164,9 +172,10 @@ class HostsLaunch:
                     f"--node-rank={number}",
                     f"--master-addr={address}",
                     f"--master-port={port}",
-                    *("-m", "moeserve", "serve", *served.words),
+                    *("-m", "moeserve", "serve", *words),
                 ]
-                orders = {"command": torchrun, "env": _environment(), "folder": os.getcwd()}
+                environment = _environment() | keys
+                orders = {"command": torchrun, "env": environment, "folder": os.getcwd()}
                 host.send(json.dumps(orders))
             return watch.run()
         finally:

@@ -28,6 +28,8 @@ from moeserve.terminal import say
 LOCAL, HOSTS, SLURM = "local", "hosts", "slurm"
 FOLDERS = Path("moeserve-jobs")  # where folders of jobs are made when none is named
 JOB_FILE = "job.json"  # the same record in a folder of the job's own
+# Secrets among the flags, and the variables from which `moeserve serve` takes them as well.
+KEYS = {"--api-key": "MOESERVE_API_KEY", "--admin-key": "MOESERVE_ADMIN_KEY"}
 _SAME_START = 1.0  # seconds by which two readings of one process's start may differ
 
 
@@ -112,10 +114,27 @@ def without_keys(words: Sequence[str]) -> list[str]:
     shown, hide = [], False
     for word in words:
         head, equals, _ = word.partition("=")
-        secret = head in ("--api-key", "--admin-key")
+        secret = head in KEYS
         shown.append("..." if hide else f"{head}=..." if secret and equals else word)
         hide = secret and not equals
     return shown
+
+
+def keys_apart(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without keys, and the variables that say the same: what a command line of ranks
+    holds, everybody on their machines can read."""
+    left, keys, name = [], {}, ""
+    for word in words:
+        head, equals, value = word.partition("=")
+        if name:
+            keys[name], name = word, ""
+        elif head in KEYS and equals:
+            keys[KEYS[head]] = value
+        elif head in KEYS:
+            name = KEYS[head]
+        else:
+            left.append(word)
+    return left, keys
 
 
 def jobs_folder(environ: Mapping[str, str]) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import stages
+from launch.cluster.jobs import keys_apart
 
 SCRIPT, JOB_LOG, RANK_LOG = "job.sbatch", "job.log", "rank-%t.log"
 
@@ -58,6 +59,7 @@ def sbatch_text(ask: Ask) -> str:
         (f"--output={ask.folder / JOB_LOG}", "what Slurm says of ranks that died"),
         ("--no-requeue", "a job that failed is looked at first"),
     ]
+    words, keys = keys_apart(ask.words)
     lines = [
         "#!/bin/bash",
         f"# moeserve on {ask.nodes} x {ask.ranks_per_node} ranks, by `moeserve launch slurm`."
@@ -71,6 +73,8 @@ def sbatch_text(ask: Ask) -> str:
         f"export {stages.VARIABLE}={q(stages.pattern(ask.folder))}",
         "# The same moeserve on all nodes, wherever a task starts.",
         f"export PYTHONPATH={q(str(ask.home))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        *(["# Not among the flags of ranks, which lists of processes show."] if keys else []),
+        *(f"export {name}={q(key)}" for name, key in keys.items()),
         "",
         "# Ranks find each other by Slurm's variables. One that fails ends the others.",
     ]
@@ -83,7 +87,7 @@ def sbatch_text(ask: Ask) -> str:
     srun += [
         f"  --output={log} --error={log} \\",
         f"  {q(ask.python)} -P -m moeserve serve \\",
-        "    " + " ".join(q(word) for word in ask.words),
+        "    " + " ".join(q(word) for word in words),
     ]
     lines += _again(srun, ask.restarts) if ask.restarts else [f"exec {srun[0]}", *srun[1:]]
     return "\n".join(lines) + "\n"

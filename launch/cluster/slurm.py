@@ -21,6 +21,23 @@ from launch.cluster.slurm_watch import watch_job
 from moeserve.errors import ConfigError
 from moeserve.terminal import counted, say
 
+_NAME = re.compile(r"[A-Za-z0-9_][\w.+@-]*", re.ASCII)
+_FORMS = {  # of options that go into the batch file as they are
+    "name": (_NAME, "one word of letters, digits and _ . + @ -"),
+    "partition": (
+        re.compile(rf"{_NAME.pattern}(?:,{_NAME.pattern})*", re.ASCII),
+        "a name of letters, digits and _ . + @ -, or several joined by commas",
+    ),
+    "account": (_NAME, "one word of letters, digits and _ . + @ -"),
+    "time": (
+        re.compile(
+            r"\d+(?::[0-5]?\d){0,2}|\d+-\d{1,2}(?::[0-5]?\d){0,2}|unlimited|infinite",
+            re.IGNORECASE | re.ASCII,
+        ),
+        "as Slurm writes it: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+        "DAYS-HOURS:MINUTES[:SECONDS], or UNLIMITED",
+    ),
+}
 _ODD = re.compile(r"[\s%\"'\\]")  # what Slurm reads otherwise in the name of a file
 
 
@@ -98,10 +115,10 @@ class SlurmLaunch:
             for line in self.extra
             if not line.startswith("#SBATCH -") or "\n" in line
         ]
-        for option in ("name", "partition", "account", "time"):
+        for option, (form, must) in _FORMS.items():
             value = getattr(self, option)
-            if value is not None and (not value or re.search(r"\s", value)):
-                problems.append(f"--{option} {value!r}: must be one word")
+            if value is not None and not form.fullmatch(value):
+                problems.append(f"--{option} {value!r}: must be {must}")
 
     def _check_slurm(self, problems: list[str]) -> None:
         if self.submit and not available("sbatch"):
@@ -156,7 +173,7 @@ class SlurmLaunch:
         try:
             ask.folder.mkdir(parents=True, exist_ok=True)
             script.write_text(sbatch_text(ask))
-            script.chmod(0o700)  # a key may be among the flags
+            script.chmod(0o700)  # it may hold a key
         except OSError as error:
             raise ConfigError([f"--output {ask.folder}: {error.strerror}"]) from None
         if served.listens_anywhere:
