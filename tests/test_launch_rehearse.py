@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import launch.rehearse
 from dispatch.base import WireFormat
 from dispatch.route import RoutingTable
 from ep.presets import PRESETS
-from launch.cli import app
 from launch.plan import show
 from launch.rehearse import Rehearsal
 from launch.rehearse_flags import DISPATCHERS, REHEARSALS, WIRES
