@@ -3,6 +3,8 @@
 A process for each rank (pid), a thread for the host, one for the parts of the layers and, with
 overlap, one for those of the second half. Times are microseconds since the first span, by the
 clock of rank 0. A span is a complete event ("X"): spans of a thread follow or contain each other.
+Dispatch and combine of a layer are two spans each, here named by what they do: rows leave (send),
+rows are waited for (receive).
 
 Knows the format. Knows nothing of how spans came.
 """
@@ -19,6 +21,8 @@ from moeserve.tracing_clocks import Offset
 from moeserve.tracing_job import JobTrace, RankTrace
 from moeserve.wire_trace import HOST, NAMES, SECOND, THREADS
 
+# What stands before the sending half: of a layer's dispatch the gate, of its combine the experts.
+SENDS = {"dispatch": NAMES.index("gate"), "combine": NAMES.index("experts")}
 STEP_NAME = NAMES.index("step")
 TIMES = "of the host: of a GPU's kernels a span tells when they were asked for"
 PHASES = ("idle", "prefill", "decode", "mixed")  # moeserve.lockstep.Phase
@@ -78,8 +82,13 @@ def _spans(rank: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
     order = np.lexsort((-spans["ns"], spans["start"], spans["thread"]))
     of_step = rank.step_of_span
     numbers, tokens, phases = (steps[x].tolist() for x in ("step", "tokens", "phase"))
+    before = dict.fromkeys(range(len(THREADS)), -1)
     for index in order.tolist():
         name, thread, layer, start, length = spans[index].item()
+        title = NAMES[name]
+        if title in SENDS:
+            title += " send" if before[thread] == SENDS[title] else " receive"
+        before[thread] = name
         step = of_step[index]
         arguments: dict[str, Any] = {"step": numbers[step]}
         if name == STEP_NAME:
@@ -90,7 +99,7 @@ def _spans(rank: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
             arguments["half"] = 1
         yield {
             "ph": "X",
-            "name": NAMES[name],
+            "name": title,
             "cat": "host" if thread == HOST else "layer",
             "pid": rank.rank,
             "tid": thread,

@@ -127,6 +127,9 @@ def test_an_engine_tells_every_part_of_every_layer(overlap: object) -> None:
     assert problems_of(text) == []
     events = json.loads(text)["traceEvents"]
     assert {e["args"]["layer"] for e in events if e["name"] == "gate"} == set(range(dense, layers))
+    gates = sum(e["name"] == "gate" for e in events)
+    for name in ("dispatch send", "dispatch receive", "combine send", "combine receive"):
+        assert sum(e["name"] == name for e in events) == gates, "one of each a layer"
     assert skew_of(trace, offsets(trace)) is None  # nobody to wait for
 
 
