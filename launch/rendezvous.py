@@ -39,6 +39,7 @@ PATIENCE = 300.0  # seconds for all ranks to come: one may still import torch fr
 # As soon as anything is known to be wrong the job cannot come to be: peers that are a moment behind
 # are to hear of it too, and no more.
 BRIEF = 10.0
+LINGER = 3.0  # seconds that rank 0 gives the others to read a bad verdict
 SAY_AFTER = 15.0  # seconds after which rank 0 says for whom it waits
 _POLL_LEAST, _POLL_MOST = 0.01, 0.2  # seconds between two looks
 PINGS = 3  # round trips to each node; the shortest counts
@@ -134,6 +135,8 @@ def meet(
         if env.rank == 0:
             verdict = _preside(store, env, patience, clock)
             store.set("verdict", json.dumps(verdict))
+            if verdict["missing"] or verdict["problems"]:
+                _wait_until_heard(store, verdict["came"] - 1)
         else:
             if env.local_rank == 0:
                 _wait(store, "all came", verdict_patience)
@@ -141,6 +144,7 @@ def meet(
                     _answer_pings(store, env.node, patience, clock)
             _wait(store, "verdict", verdict_patience)
             verdict = json.loads(store.get("verdict"))
+            store.add("heard", 1)
     except RuntimeError as error:
         if env.rank == 0:
             raise
@@ -165,13 +169,15 @@ def _preside(
     store.set("all came", "no" if missing else "yes")
     if missing:
         problems = list(dict.fromkeys(p for f in everyone for p in f.problems))
-        return {"missing": _missing_text(env, everyone, missing, waited), "problems": problems}
+        text = _missing_text(env, everyone, missing, waited)
+        return {"missing": text, "problems": problems, "came": len(everyone)}
     names = node_names(everyone)
     clocks = {node: _ping(store, node, patience, clock) for node in range(1, env.num_nodes)}
     notes = warnings(names, clocks)
     network = describe_network(everyone, names)
     return {
         "missing": "",
+        "came": len(everyone),
         "names": names,
         "problems": judge(everyone, names),
         "notes": [network, *notes],
@@ -231,6 +237,13 @@ def _gather(store: Store, env: RankEnv, patience: float) -> tuple[list[Facts], l
             say(f"waiting for {_ranks(env, absent)} to come to the rendezvous")
         pause = _POLL_LEAST if len(came) > before else min(1.5 * pause, _POLL_MOST)
         time.sleep(pause)
+
+
+def _wait_until_heard(store: Store, count: int) -> None:
+    """A bad verdict ends rank 0, and with it the store that the others read it from."""
+    deadline = time.monotonic() + LINGER
+    while store.add("heard", 0) < count and time.monotonic() < deadline:
+        time.sleep(_POLL_LEAST)
 
 
 def _wait(store: Store, key: str, patience: float) -> None:

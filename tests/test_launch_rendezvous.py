@@ -80,6 +80,22 @@ def test_a_problem_anywhere_is_everybodys():
     assert {str(r) for r in results} == {"node h1: no such folder"}
 
 
+def test_rank_0_leaves_when_all_have_heard_what_is_wrong():
+    store, left = HashStore(), threading.Event()
+
+    def body(rank: int) -> None:
+        env = env_of(rank, nodes=1)
+        try:
+            meet(store, env, facts_of(env, ["odd"]))
+        finally:
+            if rank == 0:
+                assert store.add("heard", 0) == 1, "the store must not go before rank 1 has read it"
+                left.set()
+
+    on_all(2, body)
+    assert left.is_set()
+
+
 def test_who_does_not_come_is_named(capfd, monkeypatch):
     monkeypatch.setattr(rendezvous, "SAY_AFTER", 0.0)
     store = HashStore()
