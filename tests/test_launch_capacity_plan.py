@@ -20,7 +20,7 @@ from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
 from launch.capacity.rules import violations
 from launch.capacity.run import RulesViolated
-from launch.capacity.search import pareto, ratio, search
+from launch.capacity.search import STEP_TOKENS, _pools, _step_of, pareto, ratio, search
 from launch.cli import app
 from moeserve.errors import ConfigError
 
@@ -183,11 +183,24 @@ def test_search_keeps_limits_and_finds_the_front() -> None:
     assert search(base, Workload(), Limits(tpot=1e-4), 16).best is None
     prefill = search(from_preset("v3-prefill-32"), Workload(), Limits(ttft=3.0), 32)
     assert prefill.best is not None and prefill.best.latency <= 3
+    grid = [x for x in prefill.allowed if x.deployment.tokens in STEP_TOKENS and x.latency <= 3]
+    assert prefill.best.prediction.per_gpu >= max(x.prediction.per_gpu for x in grid)
     shares = ratio(prefill.best, found.best, Workload())
     ready = shares.prefill * prefill.best.prediction.tokens_per_s / 4096
     done = shares.decode * found.best.prediction.tokens_per_s / 1024
     assert shares.requests_per_s == pytest.approx(min(ready, done))
     assert shares.requests_per_s > 0.9 * max(ready, done)
+
+
+def test_search_tries_every_number_of_nodes_or_says_so() -> None:
+    base = replace(from_preset("v3-decode-144"), gpus=1)
+    counts = {pool.gpus for pool in _pools(base, 320, None)}
+    assert counts == {1, 2, 4, *range(8, 321, 8)}
+    assert {pool.gpus for pool in _pools(base, 6, None)} == {1, 2, 4, 6}
+    found = search(base, Workload(), Limits(tpot=0.05), 56)
+    assert found.gpus_step == 8 and found.best is not None
+    assert found.best.deployment.gpus == 56, "the best of all, between 48 and 64"
+    assert (_step_of(base, 512), _step_of(base, 1 << 14)) == (16, 16)
 
 
 def test_pictures_of_a_search(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[
 def _found_json(f: Found) -> dict[str, Any]:
     return {
         "tried": f.tried,
+        "gpus_step": f.gpus_step,
         "allowed": len(f.allowed),
         "pareto": [x.as_json() for x in f.pareto],
         "best": None if f.best is None else f.best.as_json(),

@@ -222,7 +222,8 @@ def _found(f: Found) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in front_rows(f):
         table.add_row(*row, style="bold green" if row[-1] else "")
-    table.caption, table.caption_justify = "slots and load: of a GPU", "left"
+    table.caption = f"slots and load: of a GPU; pools of whole nodes in steps of {f.gpus_step} GPUs"
+    table.caption_justify = "left"
     return table
 
 

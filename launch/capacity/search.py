@@ -21,11 +21,11 @@ from launch.capacity.report import Limits
 from launch.capacity.rules import ORDER, broken
 from launch.capacity.times import Calibration
 
-GPUS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384, 512)
+POOLS = 40  # numbers of nodes that are tried at most: every one, or in equal steps
 SEQUENCES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STEP_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DRAFTS = (0, 1, 2, 3)
-REFINED = 24  # layouts whose batch is then looked at more closely
+REFINED = 24  # layouts whose batch, or step, is then looked at more closely
 SPARE = (0.0, 0.125, 0.5, 1.0)  # redundant slots as a share of the experts, at least
 
 
@@ -65,12 +65,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """tried: layouts that were looked at, allowed: that broke no rule. pareto: those that no other
+    """tried: layouts that were looked at, allowed: that broke no rule. gpus_step: between pools
+    of several nodes; more than a node where that leaves some untried. pareto: those that no other
     beats in both latency and tokens a second a GPU, fastest answer first. best: most tokens a
     second a GPU within the limit; None where none keeps it."""
 
     phase: str
     tried: int
+    gpus_step: int
     allowed: list[Candidate]
     pareto: list[Candidate]
     best: Candidate | None
@@ -109,18 +111,18 @@ def search(
             if way is not None:
                 allowed.append(Candidate(way, predict(way, work, price, c)))
     kept = [x for x in allowed if limit is None or x.latency <= limit]
-    if base.phase == "decode":
-        closer = [_refined(x, length, limit, work, price, c) for x in _leaders(kept)]
-        kept, allowed = kept + closer, allowed + closer
+    refined = _refined if base.phase == "decode" else _refined_step
+    closer = [refined(x, length, limit, work, price, c) for x in _leaders(kept)]
+    kept, allowed = kept + closer, allowed + closer
     best = max(kept, key=lambda x: (x.prediction.per_gpu, -x.deployment.gpus), default=None)
-    return Found(base.phase, tried, allowed, pareto(allowed), best)
+    return Found(base.phase, tried, _step_of(base, most_gpus), allowed, pareto(allowed), best)
 
 
 def _leaders(kept: list[Candidate]) -> list[Candidate]:
-    """The `REFINED` best that differ in more than their batch."""
+    """The `REFINED` best that differ in more than their batch or step."""
     found: dict[Deployment, Candidate] = {}
     for x in sorted(kept, key=lambda x: -x.prediction.per_gpu):
-        found.setdefault(replace(x.deployment, sequences=0), x)
+        found.setdefault(replace(x.deployment, sequences=0, tokens=0), x)
     return list(found.values())[:REFINED]
 
 
@@ -143,6 +145,30 @@ def _refined(
             low, x = middle, tried
         else:
             high = middle - 1
+    return x
+
+
+def _refined_step(
+    x: Candidate,
+    length: float,
+    limit: float | None,
+    work: Workload,
+    price: float | None,
+    c: Calibration,
+) -> Candidate:
+    """With the best step between the two that are tried beside it: sixteenths, and those that a
+    prompt fills whole."""
+    now = x.deployment.tokens
+    computed = max(work.input_tokens * (1 - work.cached_share), 1.0)
+    whole = (-(-math.ceil(computed / n) // 16) * 16 for n in range(1, 9))
+    sizes = {*range(now // 2, 2 * now, now // 16), *whole}
+    for tokens in sorted(n for n in sizes if now / 2 <= n <= min(2 * now, STEP_TOKENS[-1])):
+        d = replace(x.deployment, tokens=tokens)
+        found = Candidate(d, predict(d, work, price, c))
+        kept = limit is None or found.latency <= limit
+        better = found.prediction.per_gpu > x.prediction.per_gpu
+        if kept and better and (way := _way(d, length)) is not None:
+            x = Candidate(way, predict(way, work, price, c))
     return x
 
 
@@ -203,7 +229,10 @@ def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[De
     m = base.shape.config
     hosting: tuple[_Home, ...] = (("hosted", m.n_shared_experts),) if m.n_shared_experts else ()
     node = base.gpu.per_node
-    counts = {n for n in (1, 2, 4, *GPUS) if n <= most and (n <= node or n % node == 0)} | {most}
+    step = _step_of(base, most)
+    counts = {1, 2, 4, node, *range(step, most + 1, step)}
+    counts = {n for n in counts if n <= min(node, most) or n % node == 0} & {*range(most + 1)}
+    counts |= {most}
     for gpus in sorted(n for n in counts if n <= 2 * m.n_routed_experts):
         seen = set()
         # Slots take the shared expert's work from every GPU: that pays over many nodes only.
@@ -216,6 +245,12 @@ def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[De
                     seen.add((slots, home))
                     pool = replace(base, gpus=gpus, redundant=slots - experts, shared=home)
                     yield replace(pool, balance=balance(pool, loads).mean)
+
+
+def _step_of(base: Deployment, most: int) -> int:
+    """GPUs between two pools: a node, or as many as leave `POOLS` of them."""
+    nodes = min(most, 2 * base.shape.config.n_routed_experts) // base.gpu.per_node
+    return max(-(-nodes // POOLS), 1) * base.gpu.per_node
 
 
 def _decodes(pool: Deployment) -> Iterator[Deployment]:
