@@ -256,3 +256,32 @@ def test_flags_of_a_rehearsal_and_of_a_plan_do_not_mix() -> None:
     found = problems("--preset", "v3-decode-144", "--tokens", "9", "--ttft", "1")
     assert [x.split(":")[0] for x in found] == ["--tokens", "--ttft"]
     assert read(Typed("deepseek-v3", gpus="8", gpu="h100")).work == Workload()
+
+
+def test_a_config_without_quantisation_is_planned_in_bf16_and_that_is_said(tmp_path: Path) -> None:
+    config = json.loads(Path(TINY, "config.json").read_text())
+    config.pop("quantization_config", None)
+    folder = tmp_path / "DeepSeek-R1-NVFP4"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    flags = ["--gpus", "8", "--gpu", "b200", "--phase", "decode"]
+    plan = told(str(folder), *flags)
+    assert plan["parameters"]["weights"] == "bf16"
+    assert "names no quantisation" in plan["phases"]["decode"]["notes"][-1]
+    (warned,) = [v for v in plan["violations"] if v["rule"] == "quantisation"]
+    assert "NVFP4" in warned["text"] and warned["severity"] == "warning"
+    fp8 = told(TINY, *flags)
+    assert not any("quantisation" in note for note in fp8["phases"]["decode"]["notes"])
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert "NVFP4" in problems(str(folder), *flags)[0]
+
+
+def test_why_a_cache_makes_a_busy_pool_wait_longer_is_said() -> None:
+    flags = [*V3, "--phase", "prefill", "--tokens", "8192"]
+    plain, cached = (told(*flags, "--cached-share", share) for share in ("0", "0.5"))
+    before, after = (p["phases"]["prefill"] for p in (plain, cached))
+    longer = after["prediction"]["ttft_s"] - before["prediction"]["ttft_s"]
+    said = [note for note in after["notes"] if "longer than with nothing cached" in note]
+    assert longer > 0 and f"{1e3 * longer:,.0f} ms" in said[0]
+    assert after["prediction"]["ttft_alone_s"] < before["prediction"]["ttft_alone_s"]
+    assert not any("nothing cached" in note for note in before["notes"])

@@ -5,6 +5,7 @@ Knows: which parts a report has. Knows nothing of flags or screens.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -74,7 +75,28 @@ class Report:
             )
         if d.tp > 1:
             found.append("moeserve runs attention data-parallel: tp is for other engines")
+        if d.shape.config.quantization is None:
+            found.append(
+                "weights are reckoned in BF16, for the config names no quantisation; where another "
+                "file does (hf_quant_config.json of NVFP4), they are smaller, and not served here"
+            )
+        found += self._cached_waits()
         return found
+
+    def _cached_waits(self) -> list[str]:
+        """Why a busy pool answers no sooner for a cache, where that is so."""
+        ttft, share = self.prediction.ttft, self.work.cached_share
+        if ttft is None or not share:
+            return []
+        plain = predict(self.deployment, replace(self.work, cached_share=0.0), self.price).ttft
+        if plain is None or ttft <= plain:
+            return []
+        return [
+            f"prefill: TTFT of a busy pool is {1e3 * (ttft - plain):,.0f} ms longer than with "
+            "nothing cached: its steps are as full, of more prompts, whose tokens attend to cached "
+            "ones too, and cached latents are fetched first; more requests a second are served, "
+            "and an idle GPU answers sooner"
+        ]
 
     def as_json(self) -> dict[str, Any]:
         d = self.deployment
@@ -209,7 +231,12 @@ def report(
         longest=longest,
         balance=spread,
         prediction=prediction,
-        violations=found + _waits(prediction, limits or Limits()) + _lengths(d, work, longest),
+        violations=[
+            *found,
+            *_named(d),
+            *_waits(prediction, limits or Limits()),
+            *_lengths(d, work, longest),
+        ],
         price=d.gpu.price if price is None else price,
     )
 
@@ -226,6 +253,18 @@ def _waits(p: Prediction, limits: Limits) -> list[Violation]:
             text = f"{name} of {1e3 * has:.1f} ms: at most {1e3 * limit:g} ms were asked for"
             found.append(Violation(f"{name} limit", text))
     return found
+
+
+def _named(d: Deployment) -> list[Violation]:
+    """A name that speaks of a quantisation of which the config says nothing."""
+    kind = re.search(r"(?<![a-z])((nv|mx)?fp4|w4a|int4|awq|gptq|w8a8|int8)", d.model.lower())
+    if kind is None or d.shape.config.quantization is not None:
+        return []
+    text = (
+        f"{d.model}: named after {kind[0].upper()}, but its config names no quantisation: BF16 is "
+        "planned; put hf_quant_config.json beside it"
+    )
+    return [Violation("quantisation", text, severity=WARNING)]
 
 
 def _lengths(d: Deployment, work: Workload, longest: int) -> list[Violation]:
