@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from launch.cluster.jobs import KEYS
 from launch.front_end import python_command, python_environment
 from launch.heat import heat_rows
 from launch.signals import die_with_parent
@@ -76,7 +77,8 @@ class Server:
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=python_environment(),
+            # A key of another server's is not asked for here.
+            env={k: v for k, v in python_environment().items() if k not in KEYS.values()},
             preexec_fn=lambda: die_with_parent(parent),
         )
         self.url = ""
