@@ -285,3 +285,16 @@ def test_why_a_cache_makes_a_busy_pool_wait_longer_is_said() -> None:
     assert longer > 0 and f"{1e3 * longer:,.0f} ms" in said[0]
     assert after["prediction"]["ttft_alone_s"] < before["prediction"]["ttft_alone_s"]
     assert not any("nothing cached" in note for note in before["notes"])
+
+
+@pytest.mark.parametrize(("gpus", "tp", "valid"), [("128", "100", [8]), ("36", "7", [6, 4])])
+def test_what_is_nearest_is_so_with_what_is_left_to_us(
+    gpus: str, tp: str, valid: list[int]
+) -> None:
+    flags = ["deepseek-v3", "--gpu", "h800", "--phase", "decode", "--gpus", gpus]
+    found = told(*flags, "--tp", tp)["violations"]
+    near = [v["nearest"].get("tp") for v in found if v["rule"] == "heads divide"]
+    assert near and set(near[0]) <= set(valid)
+    for value in near[0] if gpus == "128" else []:
+        left = told(*flags, "--tp", str(value))["violations"]
+        assert {v["severity"] for v in left} <= {"warning"}

@@ -6,7 +6,8 @@ screens, nor of what a deployment gives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +106,38 @@ class Asked:
                     longest=self.longest,
                     node=self.node,
                     limits=self.limits,
+                    follow=partial(self._followed, base, d),
                 )
             )
         return Plan(reports, self.preset)
 
     def _chosen(self, d: Deployment) -> tuple[Deployment, Balance]:
         """With all that `auto` leaves to us."""
-        if self.auto_redundant:
-            d = replace(d, redundant=0)
-            d = replace(d, redundant=min(d.physical, 2 * d.slots) - d.slots)
+        d = self._spare(d)
         spread = balance(d, self.loads_of(d), self.source)
-        d = replace(d, balance=spread.mean)
+        return self._filled(replace(d, balance=spread.mean)), spread
+
+    def _followed(self, base: Deployment, d: Deployment, other: Deployment) -> Deployment:
+        """What would be planned with the fields of other that are not those of d typed; its balance
+        is that of d."""
+        typed = {f.name: getattr(other, f.name) for f in fields(other)}
+        typed = {name: x for name, x in typed.items() if x != getattr(d, name)}
+        again = replace(
+            self,
+            auto_redundant=self.auto_redundant and "redundant" not in typed,
+            auto_batch=self.auto_batch and "sequences" not in typed,
+            auto_tokens=self.auto_tokens and "tokens" not in typed,
+        )
+        made = replace(base, **({"balance": d.balance} | typed))
+        return again._filled(again._spare(made))
+
+    def _spare(self, d: Deployment) -> Deployment:
+        if not self.auto_redundant:
+            return d
+        d = replace(d, redundant=0)
+        return replace(d, redundant=min(d.physical, 2 * d.slots) - d.slots)
+
+    def _filled(self, d: Deployment) -> Deployment:
         if d.dispatch == AUTO:
             least: dict[str, Any] = {"sequences": 4} if self.auto_batch else {}
             least |= {"tokens": 256} if self.auto_tokens else {}
@@ -125,7 +147,7 @@ class Asked:
             d = replace(d, sequences=self._batch(d))
         if d.phase == "prefill" and self.auto_tokens:
             d = replace(d, tokens=_step(d, self.work, self.limits.ttft))
-        return d, spread
+        return d
 
     def _batch(self, d: Deployment) -> int:
         """The largest that memory, the way to dispatch and the limit of TPOT allow; 1 if none."""

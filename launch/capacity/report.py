@@ -6,6 +6,7 @@ Knows: which parts a report has. Knows nothing of flags or screens.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -211,16 +212,17 @@ def report(
     node: Node | None = None,
     limits: Limits | None = None,
     calibration: Calibration | None = None,
+    follow: Callable[[Deployment], Deployment] = lambda other: other,
 ) -> Report:
     """spread: of the layout on the operator's loads; None: on typical ones. longest: None: as many
-    positions as the model has."""
+    positions as the model has. follow: as for `violations`."""
     spread = spread or balance(d)
     d = replace(d, balance=spread.mean)
     plain, small = d.shape.kv_bytes(False), d.shape.kv_bytes(True)
     longest = longest or d.shape.config.max_position_embeddings
     lengths = sorted({*(x for x in LENGTHS if x <= longest), longest})
     prediction = predict(d, work, price, calibration)
-    found = violations(d, _held(d, work), node)
+    found = violations(d, _held(d, work), node, follow)
     return Report(
         deployment=d,
         work=work,

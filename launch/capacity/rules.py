@@ -9,7 +9,7 @@ Shape letters: M tokens that a GPU dispatches at most, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,15 @@ ORDER = {
 _MOST_SEQUENCES = 4096  # on a GPU, that `largest_batch` tries
 
 
-def violations(d: Deployment, length: float, node: Node | None = None) -> list[Violation]:
-    """length: mean positions of a sequence. node: what one has, where that is known."""
-    return mended(d, broken(d, length, node), lambda other: broken(other, length, node))
+def violations(
+    d: Deployment,
+    length: float,
+    node: Node | None = None,
+    follow: Callable[[Deployment], Deployment] = lambda other: other,
+) -> list[Violation]:
+    """length: mean positions of a sequence. node: what one has, where that is known. follow: with
+    what was left to us chosen anew, where a field is another."""
+    return mended(d, broken(d, length, node), lambda other: broken(follow(other), length, node))
 
 
 def broken(d: Deployment, length: float, node: Node | None = None) -> list[Violation]:
