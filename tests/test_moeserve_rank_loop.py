@@ -130,11 +130,11 @@ def test_a_life() -> None:
         front.send(wire.ResetPrefixCache())
         events = front.read_until(kind(wire.CacheEvents))[-1]
         assert isinstance(events, wire.CacheEvents) and events.removed
-        front.send(wire.Submit(ask("d", [1, 2], 3)))
+        front.send(wire.Submit(ask("d", [1, 2], 150)))  # still at work when the late one comes
         front.send(wire.Stop(drain=True))
         front.send(wire.Submit(ask("late", [1, 2], 3)))
         front.read_until(kind(wire.Stopped))
-        assert front.outputs["d"] == ToyModel().continue_prompt([1, 2], 3)
+        assert front.outputs["d"] == ToyModel().continue_prompt([1, 2], 150)
         assert front.ends["late"][0] is FinishReason.ERROR
     assert errors == []
 
