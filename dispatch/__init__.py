@@ -172,10 +172,6 @@ def create_dispatcher(
 
 
 def _gather(group: Any, mine: Probes) -> list[Probes]:
-    if group.size == 1:
-        return [mine]
-    import torch.distributed as dist
+    from ep.group import gather_objects  # torch, which names alone do not need
 
-    everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, mine, group=group.cpu_group)
-    return everyone
+    return gather_objects(group, mine)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
-from dispatch.mib import mib
+from dispatch.mib import mib, round_up
 from dispatch.words import counted, nearest, raised
 
 # Low-latency kernels are compiled for these hidden sizes and for at most so many picks a token.
@@ -143,7 +143,7 @@ def ll_buffer_bytes(max_tokens: int, hidden: int, num_experts: int) -> int:
     combine_row = 2 * hidden + hidden // 32
     send = max(max_tokens * dispatch_row, num_experts * max_tokens * combine_row)
     receive = num_experts * max_tokens * max(dispatch_row, combine_row)
-    return _round_up(2 * (send + receive + _round_up(4 * num_experts, 128)), 128)
+    return round_up(2 * (send + receive + round_up(4 * num_experts, 128)), 128)
 
 
 def ll_token_step(num_ranks: int) -> int:
@@ -275,7 +275,3 @@ def _nvshmem_version() -> tuple[int, ...] | None:
             continue
         return tuple(int(part) for part in parts if part.isdigit())
     return None
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

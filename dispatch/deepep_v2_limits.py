@@ -22,6 +22,7 @@ import torch
 
 from dispatch import deepep
 from dispatch.base import DispatchConfig, WireFormat
+from dispatch.mib import round_up
 from dispatch.words import counted, nearest, raised, version_of
 from ep.group import EPGroup
 
@@ -144,7 +145,7 @@ def row_bytes(api: Api, hidden_bytes: int, scale_bytes: int, top_k: int, dispatc
     there also where it comes from."""
     around = 8 * top_k + (4 * (1 + top_k) if dispatch else 0)
     parts = (hidden_bytes, scale_bytes, around)
-    return _round_up(sum(_round_up(part, ROW_ALIGNMENT) for part in parts), api.row_step)
+    return round_up(sum(round_up(part, ROW_ALIGNMENT) for part in parts), api.row_step)
 
 
 def buffer_bytes(
@@ -177,7 +178,7 @@ def buffer_bytes(
         near, far = (min(n, top_k) if multiple_reduction else top_k for n in (domain, groups))
         sent = (1 if multiple_reduction else top_k) * groups * queued
         combine = (near * groups * max_tokens + sent + far * max_tokens) * back
-    return _round_up(max(dispatch, combine), ALIGNMENT)
+    return round_up(max(dispatch, combine), ALIGNMENT)
 
 
 def buffer_bytes_for(api: Api, group: EPGroup, config: DispatchConfig) -> int:
@@ -207,7 +208,7 @@ def direct_ranks(
     there = row_bytes(api, hidden if fp8 else 2 * hidden, scales, top_k, True) + ROW_ALIGNMENT
     back = row_bytes(api, 2 * hidden, 0, top_k, False) + ROW_ALIGNMENT
     counting = COUNTING_THREADS // 32
-    room = SHARED_MEMORY - 4 * _round_up(num_ranks + num_experts, COUNTING_THREADS)
+    room = SHARED_MEMORY - 4 * round_up(num_ranks + num_experts, COUNTING_THREADS)
     warps = min(room // there, 32 - counting) + counting
     return 32 * min(warps, SHARED_MEMORY // back, 32)
 
@@ -215,7 +216,7 @@ def direct_ranks(
 def expanded_rows(ranks: int, max_tokens: int, top_k: int, local: int, alignment: int) -> int:
     """The most rows that a rank may get, one for each (token, slot), each slot's part aligned."""
     rows = ranks * max_tokens * min(top_k, local) + (alignment - 1) * local
-    return _round_up(rows, alignment)
+    return round_up(rows, alignment)
 
 
 # -- what speaks against it ---------------------------------------------------------------------
@@ -314,7 +315,3 @@ def largest_tokens(api: Api, group: EPGroup, config: DispatchConfig, free: int) 
         fits = size + api.workspace <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

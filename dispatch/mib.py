@@ -1,9 +1,15 @@
-"""Bytes of buffers as people read them: one unit everywhere, so that sizes can be added up.
+"""Sizes: rounded up to what libraries align to; as people read them, in one unit everywhere, so
+that they can be added up.
 
 Pure. Imports nothing.
 """
 
 from __future__ import annotations
+
+
+def round_up(value: int, step: int) -> int:
+    """The least multiple of step that is no less than value."""
+    return -(-value // step) * step
 
 
 def mib(size: int) -> str:

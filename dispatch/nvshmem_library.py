@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dispatch.base import DispatchError
 from dispatch.mib import mib
 from dispatch.words import raised
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 
 _OPERATORS = {  # and what tells today's parameters from those of earlier releases
     "all_to_all_vdev_2d": "out_splits_offsets",
@@ -237,12 +237,8 @@ def start(group: EPGroup, core: Any | None, device: Any = None) -> str:
     core: nvshmem4py. device: for its `init`; None: the current one. DispatchError, on every rank
     alike, where ranks have different versions.
     """
-    everyone: list[Any] = [None] * group.size
     mine = None if core is None else str(core.get_version().libnvshmem_version)
-    if group.size > 1:
-        dist.all_gather_object(everyone, mine, group=group.cpu_group)
-    else:
-        everyone = [mine]
+    everyone = gather_objects(group, mine)
     if len(set(everyone)) > 1:
         told = ", ".join(f"rank {rank}: {said or 'none'}" for rank, said in enumerate(everyone))
         raise DispatchError(f"dispatcher 'nvshmem': nvshmem4py must be the same everywhere; {told}")

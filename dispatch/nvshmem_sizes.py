@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dispatch.base import DispatchConfig, ScaleFormat, WireFormat
 from dispatch.fp8 import row_scales
+from dispatch.mib import round_up
 from dispatch.words import counted, nearest
 
 _WARP = 32
@@ -52,7 +53,7 @@ class SymmetricRow:
     @property
     def nbytes(self) -> int:
         _, dtype, width = row_scales(self.hidden_size, self.wire)
-        return _round_up(self._scales_at + width * dtype.itemsize, _WORD)
+        return round_up(self._scales_at + width * dtype.itemsize, _WORD)
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
         """uint8 [n, nbytes] -> views values [n, D] and, for FP8, scales as `scale_format` says."""
@@ -65,7 +66,7 @@ class SymmetricRow:
 
     @property
     def _scales_at(self) -> int:
-        return _round_up(self.hidden_size * self.value_dtype.itemsize, 4)
+        return round_up(self.hidden_size * self.value_dtype.itemsize, 4)
 
 
 def row_of(config: DispatchConfig) -> SymmetricRow:
@@ -140,7 +141,3 @@ def slots_of(rows: int, starts: Tensor, counts: Tensor) -> Tensor:
     slot = torch.searchsorted(starts, numbers, right=True) - 1
     inside = numbers < starts[slot] + counts[slot]
     return torch.where(inside, slot, -1).to(torch.int32)[:, None]
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

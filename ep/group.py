@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -62,6 +63,16 @@ class EPGroup:
     def single(cls) -> EPGroup:
         """The group of one rank: no process group, no collective."""
         return cls(rank=0, size=1, ranks_per_node=1, device_group=None, cpu_group=None)
+
+
+def gather_objects(group: EPGroup, mine: Any) -> list[Any]:
+    """One small object of each rank, on every rank (pickled; start-up only). Collective over the
+    CPU group."""
+    if group.size == 1:
+        return [mine]
+    everyone: list[Any] = [None] * group.size
+    dist.all_gather_object(everyone, mine, group=group.cpu_group)
+    return everyone
 
 
 def _numbered(ranks: Sequence[int]) -> str:

@@ -160,7 +160,7 @@ def start_trace(engine: Engine, steps: int) -> None:
 def save_trace(engine: Engine, path: Path, source: str) -> None:
     """End it and have rank 0 write the file and say on stderr that it has. Collective: every rank
     calls it, idle."""
-    from moeserve.lockstep import gather_objects
+    from ep.group import gather_objects
     from moeserve.tracing_clocks import offsets
     from moeserve.tracing_job import TraceCollector
 

@@ -17,13 +17,13 @@ import psutil
 
 from dispatch.base import DispatchConfig, Dispatcher
 from dispatch.mib import held_and_passing
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from ep.load import LoadWindow
 from models.deepseek.load import load_model
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
-from moeserve.lockstep import agree_min, agree_on_problems, gather_objects, settings_hash
+from moeserve.lockstep import agree_min, agree_on_problems, settings_hash
 from moeserve.memory import CachePlan, CacheTooSmall
 from moeserve.overlap import OverlapChoice, decide_overlap
 from moeserve.placing import describe

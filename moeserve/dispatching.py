@@ -29,9 +29,8 @@ from dispatch.choice import (
     key_of,
     step_bounds,
 )
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from moeserve.config import ServeConfig
-from moeserve.lockstep import gather_objects
 
 _ALLOWS = "; --no-deterministic allows it"  # of reasons (`deepep.mode_problems`), said once only
 _REMEDIES: tuple[tuple[dict[str, Any], str], ...] = (

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from ep.rebalance import Ballot, Cause, Say
 from moeserve.errors import ConfigError, EngineFailed
 
@@ -214,15 +214,6 @@ def settings_hash(settings: Mapping[str, Any]) -> int:
     """63 bits of settings that shape collectives, the same on every machine."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def gather_objects(group: EPGroup, mine: Any) -> list[Any]:
-    """One small object of each rank, on every rank (pickled; start-up only)."""
-    if group.size == 1:
-        return [mine]
-    out: list[Any] = [None] * group.size
-    dist.all_gather_object(out, mine, group=group.cpu_group)
-    return out
 
 
 def agree_on(group: EPGroup, settings: Mapping[str, Any]) -> None:

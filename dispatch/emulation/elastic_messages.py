@@ -45,7 +45,3 @@ def split(rows: Tensor, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
 def last_pick(valid: Tensor) -> Tensor:
     """valid [n, K] -> [n] the last k that is: who stands for a row of several picks."""
     return valid.shape[1] - 1 - valid.flip(1).to(torch.int8).argmax(1)
-
-
-def round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -22,9 +22,10 @@ from dispatch import deepep_v2_limits as limits
 from dispatch.deepep_v2_limits import Api
 from dispatch.emulation.elastic_checks import DispatchCall, check_combine, check_dispatch
 from dispatch.emulation.elastic_handle import EPHandle, poisoned
-from dispatch.emulation.elastic_messages import Operation, last_pick, round_up, split
+from dispatch.emulation.elastic_messages import Operation, last_pick, split
 from dispatch.emulation.errors import BufferRuleError
 from dispatch.emulation.exchange import Exchange, Message
+from dispatch.mib import round_up
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dispatch import choose_dispatcher, parse_dispatch, probe_phases
 from dispatch.base import CombineForm, DispatchConfig, Dispatcher, DispatchError, WireFormat
 from dispatch.choice import PHASES, CannotRun, Choice
 from dispatch.deepep import ll_token_step
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from ep.peer_loss import is_lost_peer
 from launch.bench.dispatch_check import SMALL, run_layer, seen, wanted, wrong_home, wrong_in_small
 from launch.bench.dispatch_flags import Asked, Cell, Contender
@@ -26,7 +26,6 @@ from launch.bench.dispatch_work import DTYPE, LeastBytes, Work, read_loads
 from launch.bench.figures import Spread, paired_ratio
 from launch.bench.ranks import Place
 from moeserve.errors import MoeserveError, one_line
-from moeserve.lockstep import gather_objects
 from moeserve.terminal import counted
 
 _MEMORY_SHARE = 0.5  # of what is free on the machine, for all ranks' results in flight

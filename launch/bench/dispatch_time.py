@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from launch.bench.dispatch_check import for_wire, stand_in
 from launch.bench.dispatch_work import LeastBytes, Work
-from moeserve.lockstep import gather_objects
 
 
 @dataclass

@@ -221,7 +221,7 @@ class _TimedEngine:
         output_length 1 counts prompt tokens of all steps (prefill); else output tokens of the steps
         in which every sequence of rank 0 decodes.
         """
-        from moeserve.lockstep import gather_objects
+        from ep.group import gather_objects
 
         engine, group = self._engine, self._engine.group
         engine.reset_prefix_cache()

@@ -99,7 +99,7 @@ def _choose_device(env: RankEnv, group: EPGroup, asked: str) -> str:
     """The same on every rank."""
     import torch
 
-    from moeserve.lockstep import gather_objects
+    from ep.group import gather_objects
 
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found: list[tuple[int, int]] = gather_objects(group, (here, env.local_size))

@@ -5,11 +5,11 @@ Knows: published peaks. Knows nothing of what share of them is reached (`times`)
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
 
+from ep.nearest import nearest_hint
 from moeserve.errors import ConfigError
 
 
@@ -48,9 +48,8 @@ def profile(name: str) -> Gpu:
     """ConfigError, with the nearest name, where there is none."""
     known = profiles()
     if name.lower() not in known:
-        close = difflib.get_close_matches(name.lower(), known, n=1)
-        nearest = f"; nearest: {close[0]}" if close else ""
-        raise ConfigError([f"--gpu={name}: must be one of {', '.join(known)}{nearest}"])
+        hint = nearest_hint(name, known)
+        raise ConfigError([f"--gpu={name}: must be one of {', '.join(known)}{hint}"])
     return known[name.lower()]
 
 

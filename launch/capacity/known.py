@@ -5,11 +5,11 @@ Knows: config files beside it, layouts that go with them. Knows nothing of weigh
 
 from __future__ import annotations
 
-import difflib
 import json
 from importlib import resources
 from pathlib import Path
 
+from ep.nearest import nearest_hint
 from launch.capacity.shape import ModelShape
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import ConfigError as Broken
@@ -41,10 +41,9 @@ def load_shape(model: str) -> ModelShape:
         )
         return ModelShape(DeepSeekConfig.from_hf(json.loads(file.read_text("utf-8"))))
     if not path.exists():
-        close = difflib.get_close_matches(name, (*MODELS, *ALIASES), n=1)
-        nearest = f"; nearest: {close[0]}" if close else ""
+        hint = nearest_hint(name, (*MODELS, *ALIASES))
         raise ConfigError(
-            [f"MODEL={model}: no such file or folder, nor one of {', '.join(MODELS)}{nearest}"]
+            [f"MODEL={model}: no such file or folder, nor one of {', '.join(MODELS)}{hint}"]
         )
     try:
         shape = ModelShape(DeepSeekConfig.from_hf(path))

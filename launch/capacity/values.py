@@ -5,13 +5,13 @@ Knows text. Knows nothing of what the values are for.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ep.nearest import nearest_hint
 from launch.experts.units import parse_bytes
 from moeserve.errors import ConfigError
 
@@ -66,9 +66,8 @@ class Values:
     def choice(self, flag: str, text: str | None, default: str, valid: Sequence[str]) -> str:
         if text is None or text in valid:
             return default if text is None else text
-        close = difflib.get_close_matches(text.lower(), valid, n=1)
-        nearest = f"; nearest: {close[0]}" if close else ""
-        self.problems.append(f"{flag}={text}: must be one of {', '.join(valid)}{nearest}")
+        hint = nearest_hint(text, valid)
+        self.problems.append(f"{flag}={text}: must be one of {', '.join(valid)}{hint}")
         return default
 
     def attempt(self, made: Callable[[], T], default: T) -> T:

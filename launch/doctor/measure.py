@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from launch.doctor.links import Link, clock_offset, partner_of, schedule
-from moeserve.lockstep import gather_objects
 
 PINGS = 20  # round trips, of which the quickest counts: what else runs makes the others longer
 CLOCK_PINGS = 8

@@ -138,8 +138,8 @@ def examine(
 ) -> JobReport:
     """Collective. local: what the first rank of a node says of it. shown: say on stderr how far it
     is, on rank 0."""
+    from ep.group import gather_objects
     from launch.doctor.measure import measure_all_to_all, measure_clocks, measure_links
-    from moeserve.lockstep import gather_objects
 
     def tell(what: str, done: int = 0, total: int = 0) -> None:
         if shown and group.rank == 0 and done % 8 == 0:

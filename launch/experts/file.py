@@ -42,9 +42,9 @@ def start_recording(engine: Engine) -> None:
 
 def save_recording(engine: Engine, path: Path) -> None:
     """End it and have rank 0 write the file. Collective: every rank calls it, idle."""
+    from ep.group import gather_objects
     from moeserve.collector import RecordingCollector, experts_of, recording_info
     from moeserve.load_desk import INTERVAL_STEPS
-    from moeserve.lockstep import gather_objects
 
     engine.stop_recording(_NUMBER)
     engine.step()  # in which the ranks agree to end it

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from ep.placement import ExpertPlacement
 from ep.planner import PlanOptions, plan
 from ep.planning.plan_loads import PlanError
@@ -22,7 +22,7 @@ from ep.rebalance import RebalancePolicy
 from ep.transfer import Transfer
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
-from moeserve.lockstep import agree_on_problems, gather_objects
+from moeserve.lockstep import agree_on_problems
 from moeserve.rebalancing.plan import IntArray, PlanMaker, Planner
 from moeserve.rebalancing.rebalancer import Movable, RebalanceOptions, Rebalancer
 from moeserve.rebalancing.settings import planner_options

@@ -34,7 +34,7 @@ from models.deepseek.random_families import family_config
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
-from moeserve.lockstep import gather_objects
+from ep.group import gather_objects
 from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.request import Request, SamplingParams
 from moeserve.wire_rebalance import Rebalance
