@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dispatch.base import CombineForm, DispatchConfig, DispatchError, PeerError
+from dispatch.fp8 import num_blocks
 from dispatch.mib import mib, round_up
 from dispatch.words import counted, nearest, raised
 
@@ -229,6 +230,50 @@ def ll_problems(
         )
     if max_tokens > largest:
         found.append("decode needs max_tokens_per_rank = max_num_sequences x (1 + drafts)")
+    return found
+
+
+def wrong_normal_ranks(num_ranks: int) -> str:
+    return f"{counted(num_ranks, 'rank')}: valid are {', '.join(map(str, NORMAL_RANKS))}"
+
+
+def normal_problems(
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    node: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    fp8: bool,
+) -> list[str]:
+    """What speaks against normal mode: each with the number and the valid values. node: ranks that
+    the library takes for a node; ranks_per_node: what one has here."""
+    if num_ranks not in NORMAL_RANKS:
+        return [wrong_normal_ranks(num_ranks)]
+    found = []
+    if num_ranks > node and ranks_per_node != node:
+        each = counted(ranks_per_node, "rank")
+        found.append(f"{each} a node: must be {node} where there are several")
+    if num_ranks <= node and ranks_per_node != num_ranks:
+        found.append(f"{num_ranks} ranks on several nodes: up to {node} must share one")
+    if not 1 <= top_k <= NORMAL_MAX_TOP_K:
+        found.append(f"top_k={top_k}: valid are 1..{NORMAL_MAX_TOP_K}")
+    local, most = num_experts // num_ranks, NORMAL_MAX_LOCAL_EXPERTS
+    found += division_problems(num_experts, num_ranks, most * num_ranks)
+    if local > most:
+        found.append(
+            f"num_physical_experts={num_experts}, {local} a rank: at most {most}, "
+            f"{most * num_ranks} in all"
+        )
+    step = 16 if fp8 else 8  # 16-byte words of a row; between nodes, 32 of them of a result
+    step = 256 if num_ranks > node else step
+    longest = NORMAL_MAX_SCALES * 128 if fp8 else None
+    if hidden % step:
+        near = nearest(hidden, step, longest)
+        found.append(f"hidden_size={hidden}: must be a multiple of {step}; {near}")
+    if fp8 and num_blocks(hidden) > NORMAL_MAX_SCALES:
+        found.append(f"hidden_size={hidden}: in FP8 at most {NORMAL_MAX_SCALES * 128}")
     return found
 
 

@@ -44,7 +44,7 @@ from dispatch.base import (
 from dispatch.combine import CombinePairs
 from dispatch.deepep_buffer import Mode, SharedBuffer
 from dispatch.deepep_plan import BufferNeed, normal_need, normal_passing, row_bytes
-from dispatch.fp8 import num_blocks, row_scales
+from dispatch.fp8 import row_scales
 from dispatch.handles import (
     HandleState,
     TokenHandle,
@@ -55,7 +55,7 @@ from dispatch.handles import (
     check_slots,
 )
 from dispatch.mib import mib
-from dispatch.words import counted, nearest, version_of
+from dispatch.words import version_of
 from ep.group import EPGroup
 
 _USED = {
@@ -141,7 +141,7 @@ class NormalDispatcher(Dispatcher):
         """For who opens a `SharedBuffer`; where the library is not, or has no such buffer, by the
         emulation's hints, which are the same. DispatchError for a number of ranks that has none."""
         if group.size not in deepep.NORMAL_RANKS:
-            raise DispatchError(f"dispatcher {cls.name!r}: {_wrong_ranks(group.size)}")
+            raise DispatchError(f"dispatcher {cls.name!r}: {deepep.wrong_normal_ranks(group.size)}")
         try:
             library = cls.library()
             there = deepep.has_buffer(library)
@@ -253,37 +253,13 @@ class EmulatedNormalDispatcher(NormalDispatcher):
     emulate = True
 
 
-def _wrong_ranks(size: int) -> str:
-    return f"{counted(size, 'rank')}: valid are {', '.join(map(str, deepep.NORMAL_RANKS))}"
-
-
 def _problems(library: Any, group: EPGroup, config: DispatchConfig) -> list[str]:
-    found = deepep.mode_problems(config, "sums in bfloat16")
-    size, node = group.size, deepep.ranks_per_node(library)
-    if size not in deepep.NORMAL_RANKS:
-        return [*found, _wrong_ranks(size)]
-    if size > node and group.ranks_per_node != node:
-        each = counted(group.ranks_per_node, "rank")
-        found.append(f"{each} a node: must be {node} where there are several")
-    if size <= node and group.ranks_per_node != size:
-        found.append(f"{size} ranks on several nodes: up to {node} must share one")
-    if not 1 <= config.top_k <= deepep.NORMAL_MAX_TOP_K:
-        found.append(f"top_k={config.top_k}: valid are 1..{deepep.NORMAL_MAX_TOP_K}")
-    local, most = config.num_physical_experts // size, deepep.NORMAL_MAX_LOCAL_EXPERTS
-    found += deepep.division_problems(config.num_physical_experts, size, most * size)
-    if local > most:
-        found.append(
-            f"num_physical_experts={config.num_physical_experts}, {local} a rank: at most {most}, "
-            f"{most * size} in all"
-        )
-    fp8 = config.wire is not WireFormat.MODEL
-    step = 16 if fp8 else 8  # 16-byte words of a row; between nodes, 32 of them of a result
-    step = 256 if size > node else step
-    longest = deepep.NORMAL_MAX_SCALES * 128 if fp8 else None
-    if config.hidden_size % step:
-        near = nearest(config.hidden_size, step, longest)
-        found.append(f"hidden_size={config.hidden_size}: must be a multiple of {step}; {near}")
-    scales, most = num_blocks(config.hidden_size), deepep.NORMAL_MAX_SCALES
-    if fp8 and scales > most:
-        found.append(f"hidden_size={config.hidden_size}: in FP8 at most {most * 128}")
-    return found
+    return deepep.mode_problems(config, "sums in bfloat16") + deepep.normal_problems(
+        num_ranks=group.size,
+        ranks_per_node=group.ranks_per_node,
+        node=deepep.ranks_per_node(library),
+        hidden=config.hidden_size,
+        top_k=config.top_k,
+        num_experts=config.num_physical_experts,
+        fp8=config.wire is not WireFormat.MODEL,
+    )

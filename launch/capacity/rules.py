@@ -15,7 +15,6 @@ from typing import Any
 
 from dispatch import deepep, deepep_v2_limits, nvshmem_sizes
 from dispatch.deepep_v2 import ALIGNMENT
-from ep.planning.shapes import near_multiples
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import dispatch_config, group_of, memory, sequences_that_fit
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
@@ -200,7 +199,16 @@ def _dispatch(d: Deployment) -> Iterator[Violation]:
         said = nvshmem_sizes.limit_problems(dispatch_config(d), d.gpus)
         near = (("gpus", nvshmem_sizes.MAX_RANKS),) if d.gpus > nvshmem_sizes.MAX_RANKS else ()
     else:
-        said, near = _normal(d)
+        said = deepep.normal_problems(
+            num_ranks=d.gpus,
+            ranks_per_node=min(d.gpus, d.gpu.per_node),
+            node=deepep.RANKS_PER_NODE,
+            hidden=m.hidden_size,
+            top_k=d.picks,
+            num_experts=d.physical,
+            fp8=d.wire_fp8,
+        )
+        near = tuple(("gpus", ranks) for ranks in deepep.NORMAL_RANKS)
     for text in said:
         if text.startswith("decode needs"):  # said of the batch beside every limit
             continue
@@ -226,26 +234,6 @@ def _ll_batch(d: Deployment) -> tuple[tuple[str, int], ...]:
     valid = [s for s in range(1, most // (1 + d.drafts) + 1) if s * (1 + d.drafts) % step == 0]
     below = [s for s in valid if s <= d.sequences]
     return (("sequences", below[-1]),) if below and below[-1] != d.sequences else ()
-
-
-def _normal(d: Deployment) -> tuple[list[str], tuple[tuple[str, int], ...]]:
-    said: list[str] = []
-    near: tuple[tuple[str, int], ...] = ()
-    if d.gpus not in deepep.NORMAL_RANKS:
-        valid = sorted(deepep.NORMAL_RANKS)
-        near = tuple(("gpus", ranks) for ranks in valid)
-        said.append(f"{d.gpus} ranks: valid are {', '.join(map(str, valid))}")
-    if d.picks > deepep.NORMAL_MAX_TOP_K:
-        said.append(f"top_k={d.picks}: at most {deepep.NORMAL_MAX_TOP_K}")
-    step = 256 if d.gpus > d.gpu.per_node else 16 if d.wire_fp8 else 8
-    hidden = d.shape.config.hidden_size
-    if hidden % step:
-        said.append(
-            f"hidden_size={hidden}: a multiple of {step}, such as {near_multiples(hidden, step)}"
-        )
-    if d.slots_per_gpu > deepep.NORMAL_MAX_LOCAL_EXPERTS:
-        said.append(f"{d.slots_per_gpu} experts a rank: at most {deepep.NORMAL_MAX_LOCAL_EXPERTS}")
-    return said, near
 
 
 def _memory(d: Deployment, length: float) -> Iterator[Violation]:
