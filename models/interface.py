@@ -3,11 +3,12 @@
 Knows: token ids, positions, paged caches. Knows nothing of requests, scheduling or processes.
 
 Shape letters: T tokens on this rank, S sequences in the step, B blocks a table row, D hidden,
-V vocabulary, O rows whose logits are wanted.
+V vocabulary, O rows whose logits are wanted, W largest depth of a tree of drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,17 +23,26 @@ class ForwardBatch:
     The tokens of a sequence lie together, in order of position; sequence s owns the rows
     query_start[s] : query_start[s+1]. A row at position p attends to the positions 0..p of its
     sequence, found through block_tables[s]; its own latent is written to slot_mapping[row] first.
+
+    Trees of drafts: the last rows of a sequence may be the nodes of a tree, parents before their
+    children, each in a slot of its own behind the sequence's. Siblings share a position (the
+    root's plus the depth), so a node's path is told apart: with n the number of entries of
+    ancestors[row] that are not -1, they are the slots of the positions p - n + 1 .. p of a row at
+    position p (its nodes in order of depth, itself last); what lies before them is found through
+    block_tables[s] as ever. Rows outside of trees have none. The bits are those of a chain along
+    the path. `ancestor_slots` makes such rows, `copy_latents` makes an accepted path a chain.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, position in the sequence
     slot_mapping: Tensor  # [T] int64, block id * block_size + offset
     query_start: Tensor  # [S + 1] int32, prefix sums of scheduled tokens
-    context_len: Tensor  # [S] int32, positions in the cache once this step has been written
+    context_len: Tensor  # [S] int32, slots in use once this step has been written
     block_tables: Tensor  # [S, B] int32, padded with -1
     logits_rows: Tensor  # [O] int64, rows of T
     max_query_len: int  # largest number of scheduled tokens of a sequence (0 when empty)
     max_context_len: int
+    ancestors: Tensor | None = None  # [T, W] int32, -1 behind the entries; None: no trees
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +56,16 @@ class ForwardBatch:
 def largest_half(num_tokens: int) -> int:
     """The most rows in a half of any batch of at most num_tokens (`CausalLM.forward`)."""
     return -(-num_tokens // 2)
+
+
+def ancestor_slots(parents: Seq[int], slots: Seq[int]) -> list[list[int]]:
+    """Of a tree, by row: what `ForwardBatch.ancestors` holds, without the -1. Row 0 is the last
+    known token and has none; row i + 1 is node i, whose parent is node parents[i] < i, -1 for a
+    child of row 0. slots [n + 1]: the rows' own."""
+    paths: list[list[int]] = [[]]
+    for parent, slot in zip(parents, slots[1:], strict=True):
+        paths.append([*paths[parent + 1], slot])
+    return paths
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,15 @@ class PagedKVCache:
     @property
     def bytes_per_token(self) -> int:
         return sum(x.shape[-1] * x.element_size() for x in self.layers)
+
+
+def copy_latents(cache: PagedKVCache, from_slots: Tensor, to_slots: Tensor) -> None:
+    """Row from_slots[i] of the cache is written to to_slots[i], in all layers, MTP layers too: what
+    an accepted path of a tree needs, whose nodes then lie where its positions do. Both [n] int64,
+    flat slots as in slot_mapping, no slot twice in to_slots. All are read before any is written."""
+    for layer in cache.layers:
+        rows = layer.view(-1, layer.shape[-1])
+        rows.index_copy_(0, to_slots, rows.index_select(0, from_slots))
 
 
 @dataclass(frozen=True)

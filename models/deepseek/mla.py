@@ -81,6 +81,7 @@ def _select(batch: ForwardBatch, sequences: Tensor) -> tuple[ForwardBatch, Tenso
         logits_rows=rows[:0],
         max_query_len=int(lengths.max()),
         max_context_len=int(context.max()),
+        ancestors=None if batch.ancestors is None else batch.ancestors[rows],
     )
     return part, rows
 

@@ -3,7 +3,8 @@
 The cut is by rows, not by sequences: a step of decodes is cut between two of them, and a long
 prompt within itself. Then its second part attends to latents that the first part writes in the same
 step; `overlap` keeps them in order, and law 5 says that a cut changes no bit. (Outside of
-deterministic mode the form of attention is chosen by the length of each part.)
+deterministic mode the form of attention is chosen by the length of each part.) So may a tree of
+drafts be cut: parents stand before their children, a row carries its whole path with it.
 
 Knows: ForwardBatch. Knows nothing of layers, ranks or why a batch is cut.
 
@@ -79,6 +80,7 @@ def _part(
         logits_rows=batch.logits_rows[:0],
         max_query_len=max_query_len,
         max_context_len=batch.max_context_len if max_query_len else 0,
+        ancestors=None if batch.ancestors is None else batch.ancestors[rows],
     )
 
 

@@ -162,11 +162,15 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return matmul_rows(hidden, down).to(x.dtype)
 
 
-def gather_context(layer: Tensor, blocks: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of positions start..stop-1 of one sequence from [blocks, block, width], fp32."""
-    block_size = layer.shape[1]
-    positions = torch.arange(start, stop)
-    return layer[blocks[positions // block_size].long(), positions % block_size].float()
+def context_slots(batch: ForwardBatch, sequence: int, row: int, block_size: int) -> Tensor:
+    """[p + 1] int64: where the positions 0..p that a row at position p attends to lie in the cache.
+    Through its sequence's blocks, but for the nodes of a tree of drafts on its path."""
+    positions = torch.arange(int(batch.positions[row]) + 1)
+    blocks = batch.block_tables[sequence].long()
+    path = batch.token_ids[:0] if batch.ancestors is None else batch.ancestors[row].long()
+    path = path[path >= 0]
+    before = positions[: len(positions) - len(path)]
+    return torch.cat((blocks[before // block_size] * block_size + before % block_size, path))
 
 
 class TorchKernels:
@@ -303,11 +307,11 @@ class TorchKernels:
         rank = q_latent.shape[-1]
         query = torch.cat((q_latent, q_rope), dim=-1)
 
-        def keys_and_values(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-            rows = gather_context(layer, blocks, start, stop)  # shared by all heads
+        def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
+            rows = layer.flatten(0, 1)[slots].float()  # shared by all heads
             return rows.unsqueeze(0), rows[:, :rank].unsqueeze(0)
 
-        return attend(query, batch, scale, rank, keys_and_values)
+        return attend(query, batch, layer.shape[1], scale, rank, keys_and_values)
 
     def naive_attention(
         self,
@@ -321,15 +325,15 @@ class TorchKernels:
         num_heads = q.shape[1]
         rank = kv_b.in_features
 
-        def keys_and_values(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-            rows = gather_context(layer, blocks, start, stop)
+        def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
+            rows = layer.flatten(0, 1)[slots].float()
             wide = matmul_rows(rows[:, :rank], kv_b.unpack()).to(q.dtype).float()
-            wide = wide.view(stop - start, num_heads, -1).transpose(0, 1)
+            wide = wide.view(len(slots), num_heads, -1).transpose(0, 1)
             nope, value = wide[..., :-value_dim], wide[..., -value_dim:]
             rope = rows[:, rank:].expand(num_heads, -1, -1)
             return torch.cat((nope, rope), dim=-1), value
 
-        return attend(q, batch, scale, value_dim, keys_and_values)
+        return attend(q, batch, layer.shape[1], scale, value_dim, keys_and_values)
 
     def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
         return mla_by_parts(self, weights, shape, cos_sin)
@@ -338,11 +342,13 @@ class TorchKernels:
 def attend(
     query: Tensor,
     batch: ForwardBatch,
+    block_size: int,
     scale: float,
     value_dim: int,
-    keys_and_values: Callable[[Tensor, int, int], tuple[Tensor, Tensor]],
+    keys_and_values: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """query [T, H, a] over keys [H or 1, p, a] and values [H or 1, p, value_dim] -> [T, H, v].
+    """query [T, H, a] over keys [H or 1, p, a] and values [H or 1, p, value_dim], which
+    keys_and_values finds at slots [p] of the cache -> [T, H, v].
 
     Each query goes by itself over whole partitions of absolute positions in ascending order, with
     the running maximum and sum of an online softmax. Positions after it are zero rows with a score
@@ -351,20 +357,19 @@ def attend(
     out = query.new_zeros(query.shape[0], query.shape[1], value_dim)
     starts = batch.query_start.tolist()
     for sequence in range(batch.num_sequences):
-        blocks = batch.block_tables[sequence]
         for row in range(starts[sequence], starts[sequence + 1]):
-            position = int(batch.positions[row])
+            slots = context_slots(batch, sequence, row, block_size)
             heads = aligned(query[row].float())  # [H, a]
             peak = torch.full((query.shape[1], 1), float("-inf"))
             total = torch.zeros(query.shape[1], 1)
             summed = torch.zeros(query.shape[1], value_dim)
-            for start in range(0, position + 1, PARTITION):
-                stop = min(start + PARTITION, position + 1)
-                keys, values = keys_and_values(blocks, start, stop)
-                pad = (0, 0, 0, PARTITION - (stop - start))
+            for start in range(0, len(slots), PARTITION):
+                part = slots[start : start + PARTITION]
+                keys, values = keys_and_values(part)
+                pad = (0, 0, 0, PARTITION - len(part))
                 keys, values = aligned(F.pad(keys, pad)), aligned(F.pad(values, pad))
                 scores = times(heads, keys.transpose(1, 2)) * scale  # [H, PARTITION]
-                scores[:, stop - start :] = float("-inf")
+                scores[:, len(part) :] = float("-inf")
                 new_peak = torch.maximum(peak, scores.amax(dim=-1, keepdim=True))
                 shrink = torch.exp(peak - new_peak)
                 chance = torch.exp(scores - new_peak)
