@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-dist test-namespaces test-slurm lint format type bench gpu-check clean
+.PHONY: help setup demo serve test test-dist test-kernels test-namespaces test-slurm lint format type bench gpu-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1|/' \
@@ -33,6 +33,9 @@ test: $(STAMP)  ## All tests a CPU can run
 
 test-dist: $(STAMP)  ## Only the tests that start real ranks
 	@bash scripts/test.sh $(BIN) -m dist $(PYTEST_ARGS)
+
+test-kernels: $(STAMP)  ## Only the GPU kernels in triton's interpreter
+	@bash scripts/test.sh $(BIN) tests/interpreter $(PYTEST_ARGS)
 
 test-slurm: $(STAMP)  ## Jobs on a Slurm and an ssh server that really run here (root, Debian)
 	@bash scripts/slurm_world.sh install
