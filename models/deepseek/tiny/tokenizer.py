@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -158,6 +159,11 @@ def main(folder: Path) -> None:
             sample.append(text)
     tokenizer = train_tokenizer(iter(sample))
     tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokens(tokenizer, rows, folder)
+
+
+def write_tokens(tokenizer: Tokenizer, rows: list[dict[str, Any]], folder: Path) -> None:
+    """The lines of corpus.jsonl as tokens: {train,held}.{source}.npy; prints their sizes."""
     for source in SOURCES:
         for part, held in (("train", False), ("held", True)):
             texts = [

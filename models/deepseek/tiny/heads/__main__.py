@@ -1,0 +1,78 @@
+"""Train the bundled checkpoint's drafters: corpus, own text, features, EAGLE, Medusa, figures.
+
+    python -m models.deepseek.tiny.heads WORK checkpoints/tiny [--only eagle,medusa]
+
+What lies in WORK already (corpus, windows, features) is not made again. Everything is drawn from
+seeds and one thread computes, so the same machine gets the same weights. Needs what the recipe of
+the checkpoint needs, 1 GB in WORK and about half an hour of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from ..corpus import MissingSource
+from ..release import load
+from .eagle import EagleNet
+from .evaluate import figures, write_figures
+from .features import make_windows, write_corpus
+from .files import make_head, read_head, write_head
+from .train import eagle_loss, fit, medusa_loss
+
+KINDS = ("eagle", "medusa")
+SEED = 31
+DEPTH = 5  # to which an EAGLE head is measured; it can draft deeper
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of a run."""
+    first = (__doc__ or "").splitlines()[0]
+    options = argparse.ArgumentParser(description=first)
+    options.add_argument("work", type=Path, help="work folder (about 1 GB)")
+    options.add_argument("checkpoint", type=Path, help="the target; heads go into its folder")
+    options.add_argument("--only", default=",".join(KINDS), help="kinds, comma-separated")
+    options.add_argument("--steps", type=int, default=500, help="training steps of each head")
+    options.add_argument("--groups", type=int, default=24, help="of 256 windows to learn from")
+    options.add_argument("--out", type=Path, help="folder of the heads, if not the checkpoint's")
+    return options
+
+
+def main() -> None:
+    """Makes what is missing, trains, writes, evaluates what was written."""
+    args = parser().parse_args()
+    kinds = args.only.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        sys.exit(f"error: --only {','.join(unknown)}: valid are {', '.join(KINDS)}")
+    torch.set_num_threads(1)
+    try:
+        write_corpus(args.work, args.checkpoint)
+    except MissingSource as error:
+        sys.exit(f"error: {error}")
+    net = load(args.checkpoint)
+    windows = make_windows(net, args.work, args.groups)
+    weight = net.lm_head.detach().bfloat16()
+    for kind in kinds:
+        torch.manual_seed(SEED)
+        head = make_head(kind, net)
+        if isinstance(head, EagleNet):
+            drafts, depth = eagle_loss(head, weight), DEPTH
+        else:
+            drafts, depth = medusa_loss(head, weight), head.heads
+        curve = fit(head, drafts, windows, args.steps, args.work / f"{kind}.log.jsonl")
+        folder = (args.out or args.checkpoint) / kind
+        size = write_head(head, folder, net.s.vocab_size)
+        found = figures(net, read_head(kind, net, folder), args.checkpoint, depth)
+        found["training"] = {"steps": args.steps, "windows": windows.count, **curve[-1]}
+        write_figures(found, folder / "eval.json")
+        print(f"{folder}: {size / 1e6:.2f} MB, acceptance {found['acceptance']}", end=", ")
+        print(f"{found['mean_accepted']:.2f} drafts accepted a run")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
