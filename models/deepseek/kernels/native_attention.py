@@ -32,7 +32,7 @@ class NativeAttention(NativePart):
 
     def __init__(self, library: NativeLibrary) -> None:
         super().__init__(library)
-        self._last_batch: tuple[ForwardBatch, int, tuple[int, ...]] | None = None
+        self._last_batch: tuple[ForwardBatch, int, tuple[int | None, ...]] | None = None
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         x = unit_stride(x)
@@ -204,7 +204,7 @@ class NativeAttention(NativePart):
         )
         return out
 
-    def batch_pointers(self, batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
+    def batch_pointers(self, batch: ForwardBatch, num_rows: int) -> tuple[int | None, ...]:
         """step_pointers(): every layer of a step asks for the same batch, so the last answer is
         kept, with the batch, so that its tensors live."""
         last = self._last_batch

@@ -122,15 +122,19 @@ def check_gate(spec: GateSpec, num_experts: int) -> None:
         )
 
 
-def step_pointers(batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
-    """slot_mapping, positions, query_start, tables, sequences, table width."""
-    rows = (("positions", batch.positions), ("slot_mapping", batch.slot_mapping))
-    tables = (("query_start", batch.query_start), ("block_tables", batch.block_tables))
+def step_pointers(batch: ForwardBatch, num_rows: int) -> tuple[int | None, ...]:
+    """slot_mapping, positions, query_start, tables, sequences, table width, ancestors, their
+    width."""
+    rows = [("positions", batch.positions), ("slot_mapping", batch.slot_mapping)]
+    tables = [("query_start", batch.query_start), ("block_tables", batch.block_tables)]
+    paths = batch.ancestors
+    if paths is not None:
+        tables.append(("ancestors", paths))
     for pairs, dtype in ((rows, torch.int64), (tables, torch.int32)):
         for name, tensor in pairs:
             if tensor.dtype != dtype or not tensor.is_contiguous():
                 raise KernelArgumentError(f"{name} is {tensor.dtype}: must be contiguous {dtype}")
-    for name, tensor in rows:
+    for name, tensor in rows if paths is None else [*rows, ("ancestors", paths)]:
         if tensor.shape[0] != num_rows:
             raise KernelArgumentError(f"{name} has {tensor.shape[0]} rows: must be {num_rows}")
     return (
@@ -140,4 +144,6 @@ def step_pointers(batch: ForwardBatch, num_rows: int) -> tuple[int, ...]:
         batch.block_tables.data_ptr(),
         batch.num_sequences,
         batch.block_tables.shape[1],
+        None if paths is None else paths.data_ptr(),
+        0 if paths is None else paths.shape[1],
     )

@@ -18,10 +18,12 @@ FAILURES = {
     5: "slot_mapping: an entry lies outside of the cache",
     6: "query_start: must start at 0, not decrease and end at the number of rows",
     7: "block_tables: a position of a sequence has no block of the cache",
+    8: "ancestors: a row must have slots of the cache, at most its position + 1 of them, then -1",
 }
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_BATCH = [_P, _P, _P, _L, _L]  # positions, query_start, tables, sequences, table width
+# positions, query_start, tables, sequences, table width, ancestors, their width
+_BATCH = [_P, _P, _P, _L, _L, _P, _L]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "advise_large_pages": (None, [_P, _L]),
     "packed_bytes": (_L, [_L, _L, _I]),

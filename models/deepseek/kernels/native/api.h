@@ -23,5 +23,6 @@ int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h
                         int64_t heads, int64_t rank, int64_t rope, const void* layer,
                         int64_t blocks, int64_t block_size, const int64_t* positions,
                         const int32_t* query_start, const int32_t* tables, int64_t sequences,
-                        int64_t table_width, float scale, int is_bf16, void* out, int threads);
+                        int64_t table_width, const int32_t* ancestors, int64_t depth, float scale,
+                        int is_bf16, void* out, int threads);
 }

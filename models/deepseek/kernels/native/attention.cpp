@@ -1,31 +1,24 @@
 // Attention over the paged latent cache: absorbed (all heads share one key, the latent itself) and
 // naive (keys and values expanded a head at a time, for long prefills in fast mode).
 #include <algorithm>
+#include <unordered_map>
 #include <vector>
 
 #include "api.h"
-#include "attention.h"
+#include "branches.h"
 
 namespace moeserve {
 namespace {
-
-struct Batch {
-  const int64_t* positions;
-  const int32_t* query_start;
-  const int32_t* tables;
-  long sequences, table_width, block_size;
-};
-
-struct Query {  // rows begin .. end - 1 of one sequence, which see positions 0 .. last
-  long sequence, begin, end, last;
-};
 
 std::vector<Query> query_tiles(const Batch& b, long rows_per_tile) {
   std::vector<Query> tiles;
   for (long s = 0; s < b.sequences; s++)
     for (long at = b.query_start[s]; at < b.query_start[s + 1]; at += rows_per_tile) {
-      Query q{s, at, std::min(at + rows_per_tile, long(b.query_start[s + 1])), 0};
+      Query q{s, at, std::min(at + rows_per_tile, long(b.query_start[s + 1])), 0, NO_BRANCHES};
       for (long r = q.begin; r < q.end; r++) q.last = std::max(q.last, long(b.positions[r]));
+      if (b.ancestors)
+        for (long r = q.begin; r < q.end; r++)
+          q.branches = std::min(q.branches, first_branch(b, s, r));
       tiles.push_back(q);
     }
   // The longest first, so that the last to finish is short.
@@ -51,41 +44,59 @@ template <class T> struct Latent {
 template <class T> struct TileMemory {
   word* queries;
   float* limits;
+  float* opened;
   float* scores;
   float* shrink;
   word* chances;
   word* values;
   float* states;  // what is left: running states
 
-  TileMemory(Scratch& s, long columns, long key, size_t state_floats) {
-    size_t c = size_t(columns);
+  // most: entries of a partition
+  TileMemory(Scratch& s, long columns, long key, long most, size_t state_floats) {
+    size_t c = size_t(columns), n = size_t(most);
     size_t query_words = c * size_t(ceil_div(key, per_word<T>()));
-    size_t all = query_words + 2 * c + 2 * c * PARTITION + PANEL * PARTITION + state_floats;
+    size_t all = query_words + 3 * c + 2 * c * n + PANEL * n + state_floats;
     queries = s.get<word>(all);
     limits = reinterpret_cast<float*>(queries + query_words);
-    shrink = limits + c;
+    opened = limits + c;
+    shrink = opened + c;
     scores = shrink + c;
-    chances = reinterpret_cast<word*>(scores + c * PARTITION);
-    values = chances + c * PARTITION;
-    states = reinterpret_cast<float*>(values + PANEL * PARTITION);
+    chances = reinterpret_cast<word*>(scores + c * n);
+    values = chances + c * n;
+    states = reinterpret_cast<float*>(values + PANEL * n);
   }
 };
 
 template <class T>
-void latent_span(const Latent<T>& in, const Pages<T>& pages, long columns, long first,
-                 long context, const TileMemory<T>& m, const Running& run) {
-  long last = std::min(first + SPAN - 1, context);  // context: the last position any column sees
-  const T* rows[PARTITION];
+void latent_span(const Latent<T>& in, const Batch& b, const Query& q, long columns, long first,
+                 const TileMemory<T>& m, const Running& run) {
+  long last = std::min(first + SPAN - 1, q.last);
+  Pages<T> pages{in.layer, b.tables + q.sequence * b.table_width, b.block_size, in.width()};
+  static thread_local std::vector<const T*> found;
+  found.resize(size_t(q.most()));
+  const T** rows = found.data();
   long stride = round_up(in.rank, LANES);
   reset(run, columns, stride);
   for (long start = first; start <= last; start += PARTITION) {
     long count = std::min(PARTITION, last + 1 - start);
-    for (long p = 0; p < count; p++) rows[p] = pages.row(start + p);
+    long alike = std::min(count, std::max(q.branches - start, 0L));
+    for (long p = 0; p < alike; p++) rows[p] = pages.row(start + p);
+    static thread_local Entries entries;
+    bool branched = alike < count;
+    if (branched) {
+      entries.find<T>(b, q, start + alike, start + count);
+      count = alike;
+      for (long slot : entries.slots) rows[count++] = in.layer + slot * in.width();
+      open_limits(m.limits, columns, start + alike, m.opened);
+    }
     score<T>(reinterpret_cast<const word* const*>(rows), count, m.queries, columns, in.width(),
              false, m.scores);
-    soften<T>(m.scores, count, start, columns, m.limits, in.scale, run, m.shrink, m.chances);
+    if (branched)
+      entries.hide_unseen(q.end - q.begin, in.heads, columns, m.scores + alike * columns);
+    soften<T>(m.scores, count, start, columns, branched ? m.opened : m.limits, in.scale, run,
+              m.shrink, m.chances);
     mix<T>(m.chances, columns, rows, count, in.rank, m.values, m.shrink, run.mixed, [&](long i) {
-      if (start + PARTITION + i > context) return;
+      if (start + PARTITION + i > q.last) return;
       const char* row = reinterpret_cast<const char*>(pages.row(start + PARTITION + i));
       for (long at = 0; at < in.width() * long(sizeof(T)); at += 64) prefetch(row + at);
     });
@@ -136,9 +147,6 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
   auto columns_of = [&](const Query& q) {
     return round_up((q.end - q.begin) * in.heads, LANES);
   };
-  auto pages_of = [&](const Query& q) {
-    return Pages<T>{in.layer, b.tables + q.sequence * b.table_width, b.block_size, in.width()};
-  };
   long spans = tiles[0].last / SPAN + 1;
   if (threads == 1 || long(tiles.size()) >= 2 * threads || spans == 1) {
     parallel_items(threads, work_size, long(tiles.size()), [&](long i) {
@@ -146,12 +154,12 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
       const Query& q = tiles[size_t(i)];
       long columns = columns_of(q);
       size_t state = running_floats(columns, stride);
-      TileMemory<T> m(memory, columns, in.width(), 2 * state);
+      TileMemory<T> m(memory, columns, in.width(), q.most(), 2 * state);
       latent_queries(in, b, q, columns, m);
       Running all = running_at(m.states, columns), one = running_at(m.states + state, columns);
       for (long first = 0; first <= q.last; first += SPAN) {
         const Running& run = first == 0 ? all : one;
-        latent_span(in, pages_of(q), columns, first, q.last, m, run);
+        latent_span(in, b, q, columns, first, m, run);
         if (first > 0) merge(all, one, columns, stride);
       }
       finish(all, q.begin, (q.end - q.begin) * in.heads, in.heads, in.rank, in.out);
@@ -178,10 +186,9 @@ template <class T> void latent_attention(const Latent<T>& in, const Batch& b, in
     const Item& item = items[size_t(i)];
     const Query& q = tiles[item.tile];
     long columns = columns_of(q);
-    TileMemory<T> m(memory, columns, in.width(), 0);
+    TileMemory<T> m(memory, columns, in.width(), q.most(), 0);
     latent_queries(in, b, q, columns, m);
-    latent_span(in, pages_of(q), columns, item.first, q.last, m,
-                running_at(partial + item.offset, columns));
+    latent_span(in, b, q, columns, item.first, m, running_at(partial + item.offset, columns));
   });
   for (size_t i = 0, at = 0; i < tiles.size(); i++) {
     const Query& q = tiles[i];
@@ -204,6 +211,28 @@ template <class T> struct Naive {
   T* out;
 };
 
+// The slots of a sequence's keys: those of its positions, then those that only branches have. At
+// branches[slot]: which of them a slot is, from the first branch on.
+struct Keys {
+  std::vector<long> slots;
+  std::unordered_map<long, long> branches;
+
+  Keys(const Batch& b, long sequence, const std::vector<Query>& tiles, long context) {
+    long first = context;
+    for (const Query& q : tiles) first = std::min(first, q.branches);
+    for (long p = 0; p < context; p++) {
+      slots.push_back(b.slot(sequence, p));
+      if (p >= first) branches.emplace(slots.back(), p);
+    }
+    if (first == context) return;
+    for (long r = b.query_start[sequence]; r < b.query_start[sequence + 1]; r++)
+      for (long i = 0, nodes = b.nodes(r); i < nodes; i++) {
+        long slot = b.ancestors[r * b.depth + i];
+        if (branches.emplace(slot, long(slots.size())).second) slots.push_back(slot);
+      }
+  }
+};
+
 template <class T>
 void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, int threads) {
   constexpr long QUERIES = 64;  // one head's queries a tile
@@ -214,18 +243,15 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
   for (long s = 0; s < b.sequences; s++) {
     Batch one = b;
     one.query_start = b.query_start + s;
+    one.tables = b.tables + s * b.table_width;
     one.sequences = 1;
     std::vector<Query> tiles = query_tiles(one, QUERIES);
     if (tiles.empty()) continue;
-    long context = tiles[0].last + 1;
-    Pages<T> pages{in.layer, b.tables + s * b.table_width, b.block_size, in.rank + in.rope};
-    std::vector<const T*> rows(static_cast<size_t>(context));
-    for (long p = 0; p < context; p++) rows[size_t(p)] = pages.row(p);
+    Keys found(one, 0, tiles, tiles[0].last + 1);
+    long context = long(found.slots.size()), width = in.rank + in.rope;
     // Rows of the cache as an index into the layer, for the product that expands them.
-    std::vector<int32_t> index(static_cast<size_t>(context));
-    for (long p = 0; p < context; p++)
-      index[size_t(p)] = int32_t((rows[size_t(p)] - in.layer) / pages.width);
-    Rows<T> latents{in.layer, pages.width, index.data()};
+    std::vector<int32_t> index(found.slots.begin(), found.slots.end());
+    Rows<T> latents{in.layer, width, index.data()};
     long group = EXPANDED_BYTES / (context * per_head * long(sizeof(T)));
     group = std::max(1L, std::min(in.heads, group));
     for (long head = 0; head < in.heads; head += group) {
@@ -250,7 +276,7 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
         static thread_local Scratch memory;
         const Query& q = tiles[size_t(item / heads)];
         long h = item % heads, used = q.end - q.begin, columns = round_up(used, LANES);
-        TileMemory<T> m(memory, columns, in.nope + in.rope + 2,
+        TileMemory<T> m(memory, columns, in.nope + in.rope + 2, q.most(),
                         running_floats(columns, stride));
         word* rope_queries = m.queries + columns * ceil_div(in.nope, per_word<T>());
         auto row = [&](long c) {
@@ -264,18 +290,34 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
           m.limits[c] = c < used ? float(b.positions[q.begin + c]) : -1.0f;
         Running run = running_at(m.states, columns);
         reset(run, columns, stride);
-        const T *keys[PARTITION], *values[PARTITION];
+        std::vector<const T*> keys(size_t(q.most())), values(size_t(q.most()));
+        std::vector<long> which(size_t(q.most()));
         for (long start = 0; start <= q.last; start += PARTITION) {
           long count = std::min(PARTITION, q.last + 1 - start);
-          for (long p = 0; p < count; p++) keys[p] = expanded + (start + p) * wide + h * per_head;
-          score<T>(reinterpret_cast<const word* const*>(keys), count, m.queries, columns, in.nope,
-                   false, m.scores);
-          for (long p = 0; p < count; p++) values[p] = keys[p] + in.nope;
-          for (long p = 0; p < count; p++) keys[p] = rows[size_t(start + p)] + in.rank;
-          score<T>(reinterpret_cast<const word* const*>(keys), count, rope_queries, columns,
+          long alike = std::min(count, std::max(q.branches - start, 0L));
+          for (long p = 0; p < alike; p++) which[size_t(p)] = start + p;
+          static thread_local Entries entries;
+          bool branched = alike < count;
+          if (branched) {
+            entries.find<T>(one, q, start + alike, start + count);
+            count = alike;
+            for (long slot : entries.slots) which[size_t(count++)] = found.branches.at(slot);
+            open_limits(m.limits, columns, start + alike, m.opened);
+          }
+          for (long p = 0; p < count; p++)
+            keys[size_t(p)] = expanded + which[size_t(p)] * wide + h * per_head;
+          score<T>(reinterpret_cast<const word* const*>(keys.data()), count, m.queries, columns,
+                   in.nope, false, m.scores);
+          for (size_t p = 0; p < size_t(count); p++) {
+            values[p] = keys[p] + in.nope;
+            keys[p] = in.layer + found.slots[size_t(which[p])] * width + in.rank;
+          }
+          score<T>(reinterpret_cast<const word* const*>(keys.data()), count, rope_queries, columns,
                    in.rope, true, m.scores);
-          soften<T>(m.scores, count, start, columns, m.limits, in.scale, run, m.shrink, m.chances);
-          mix<T>(m.chances, columns, values, count, in.value, m.values, m.shrink, run.mixed, [](long) {});
+          if (branched) entries.hide_unseen(used, 1, columns, m.scores + alike * columns);
+          soften<T>(m.scores, count, start, columns, branched ? m.opened : m.limits, in.scale, run,
+                    m.shrink, m.chances);
+          mix<T>(m.chances, columns, values.data(), count, in.value, m.values, m.shrink, run.mixed, [](long) {});
         }
         for (long c = 0; c < used; c++) {
           Running at{run.peak + c, run.total + c, run.mixed + c * stride};
@@ -295,6 +337,12 @@ int check(const Batch& b, long rows, long blocks) {
     for (long r = b.query_start[s]; r < b.query_start[s + 1]; r++) {
       if (b.positions[r] < 0) return 4;
       last = std::max(last, long(b.positions[r]));
+      long nodes = b.nodes(r);
+      if (nodes > b.positions[r] + 1) return 8;
+      for (long i = 0; i < (b.ancestors ? b.depth : 0); i++) {
+        long slot = b.ancestors[r * b.depth + i];
+        if (i < nodes ? slot >= blocks * b.block_size : slot != -1) return 8;
+      }
     }
     if (last < 0) continue;
     if (last / b.block_size >= b.table_width) return 7;
@@ -318,8 +366,9 @@ int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h
                         int64_t heads, int64_t rank, int64_t rope, const void* layer,
                         int64_t blocks, int64_t block_size, const int64_t* positions,
                         const int32_t* query_start, const int32_t* tables, int64_t sequences,
-                        int64_t table_width, float scale, int is_bf16, void* out, int threads) {
-  Batch b{positions, query_start, tables, sequences, table_width, block_size};
+                        int64_t table_width, const int32_t* ancestors, int64_t depth, float scale,
+                        int is_bf16, void* out, int threads) {
+  Batch b{positions, query_start, tables, sequences, table_width, block_size, ancestors, depth};
   if (int error = check(b, rows, blocks)) return error;
   auto run = [&](auto* x) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
@@ -336,9 +385,9 @@ int ms_naive_attention(const void* q, int64_t t_stride, int64_t h_stride, int64_
                        int64_t heads, int64_t rank, int64_t nope, int64_t rope, int64_t value,
                        const void* layer, int64_t blocks, int64_t block_size, const void* kv_b,
                        const int64_t* positions, const int32_t* query_start, const int32_t* tables,
-                       int64_t sequences, int64_t table_width, float scale, int is_bf16, void* out,
-                       int threads) {
-  Batch b{positions, query_start, tables, sequences, table_width, block_size};
+                       int64_t sequences, int64_t table_width, const int32_t* ancestors,
+                       int64_t depth, float scale, int is_bf16, void* out, int threads) {
+  Batch b{positions, query_start, tables, sequences, table_width, block_size, ancestors, depth};
   if (int error = check(b, rows, blocks)) return error;
   auto run = [&](auto* x) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;

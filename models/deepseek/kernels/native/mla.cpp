@@ -24,7 +24,8 @@ using namespace moeserve;
 extern "C" int ms_mla(const Mla* m, const void* x, int64_t x_stride, int64_t rows, void* layer,
                       int64_t blocks, int64_t block_size, const int64_t* slot_mapping,
                       const int64_t* positions, const int32_t* query_start, const int32_t* tables,
-                      int64_t sequences, int64_t table_width, void* out, int threads) {
+                      int64_t sequences, int64_t table_width, const int32_t* ancestors,
+                      int64_t depth, void* out, int threads) {
   static thread_local Scratch memory;
   int64_t size = m->is_bf16 ? 2 : 4, width = m->nope + m->rope;
   int64_t queries = m->heads * width, cached = m->rank + m->rope;
@@ -74,7 +75,8 @@ extern "C" int ms_mla(const Mla* m, const void* x, int64_t x_stride, int64_t row
   if (int error = ms_latent_attention(
           base + q_latent, m->heads * m->rank, m->rank, base + q_rope, m->heads * m->rope, m->rope,
           rows, m->heads, m->rank, m->rope, layer, blocks, block_size, positions, query_start,
-          tables, sequences, table_width, m->scale, bf16, base + attended, threads))
+          tables, sequences, table_width, ancestors, depth, m->scale, bf16, base + attended,
+          threads))
     return error;
   ms_per_head(base + attended, m->heads * m->rank, m->rank, rows, m->heads, m->w_uv,
               m->heads * m->value, m->rank, bf16, base + values, threads);
