@@ -15,6 +15,8 @@ MODULES: tuple[str, ...] = (
     "norm",
     "router",
     "gate",
+    "sort_pairs",
+    "permute",
 )
 
 
