@@ -38,7 +38,7 @@ def permute_kernel(
         inside = at < width
         value = tl.load(x + row * x_stride + at, mask=inside & (row >= 0), other=0)
         tl.store(out + place * width + at, value, mask=inside)
-        if has_scales:
+        if has_scales:  # noqa: SIM102 (a constant of the compiler, then a value)
             if tl.program_id(1) == 0:
                 group = tl.arange(0, block_g)
                 there = group < groups

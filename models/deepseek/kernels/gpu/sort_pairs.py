@@ -89,7 +89,7 @@ def place_kernel(
     slots, before, starts, pair_rows, index, pairs, num_slots, top_k, capacity,
     chunk: tl.constexpr,
 ):  # fmt: skip
-    """slots [TK] int32, before [C, e], starts [e + 1] -> pair_rows [Q] int32 (places of pairs only),
+    """slots [TK] int32, before [C, e], starts [e + 1] -> pair_rows [Q] int32 (where pairs are, only),
     index [TK] int64. Bytes: 16TK + 4Ce. One program a chunk."""
     first = tl.program_id(0) * chunk
     i, j = tl.arange(0, chunk), tl.arange(0, chunk)
@@ -176,9 +176,13 @@ def sort_pairs_twin(
         ends.append(starts[-1] + len(kept))
         room = -(-len(mine) // alignment) * alignment if capacity is None else capacity
         starts.append(starts[-1] + room)
-    numbers = [torch.tensor(x, dtype=torch.int32) for x in (rows, starts, ends)]
-    counts = torch.tensor([len(mine) for mine in members], dtype=torch.int32)
-    return PairLayout(*numbers, counts, torch.tensor(index, dtype=torch.int64).view(slots.shape))
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    counts = numbers([len(mine) for mine in members])
+    places = torch.tensor(index, dtype=torch.int64).view(slots.shape)
+    return PairLayout(numbers(rows), numbers(starts), numbers(ends), counts, places)
 
 
 def sort_pairs_cost(tokens: int, top_k: int, num_slots: int) -> KernelCost:
