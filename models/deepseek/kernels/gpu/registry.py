@@ -13,6 +13,8 @@ HOME = "models.deepseek.kernels.gpu"
 # Each has compile_cases() -> list[CompileCase].
 MODULES: tuple[str, ...] = (
     "norm",
+    "quant",
+    "norm_quant",
     "router",
     "gate",
     "sort_pairs",
