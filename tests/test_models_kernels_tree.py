@@ -201,6 +201,25 @@ def test_paths_attend_as_chains_do(kernels: Kernels, dtype: torch.dtype, form: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("root", [5, 6])
+def test_the_order_of_a_sum_is_a_chains(kernels: Kernels, dtype: torch.dtype, root: int) -> None:
+    """All positions count alike; a large value stands first and is taken away by the deepest nodes,
+    so that what is left shows how each sum between them was rounded (brain floats: in pairs)."""
+    torch.manual_seed(root)
+    large = normal(RANK + ROPE, dtype=dtype) * 2**18
+    tree = Tree(root, (-1, -1, -1, 0, 1, 0, 2, 3, 4, 5, 6))
+    before, rows = normal(root, RANK + ROPE, dtype=dtype), normal(12, RANK + ROPE, dtype=dtype)
+    before[0], rows[8:] = large, -large
+
+    def run(layer: Tensor, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        layer.view(-1, RANK + ROPE)[batch.slot_mapping] = rows
+        q = torch.zeros(len(rows), 2, RANK + ROPE, dtype=dtype)
+        return kernels.latent_attention(q[..., :RANK], q[..., RANK:], layer, batch, 0.3)
+
+    compare(run, [Sequence(tree, before, rows)], 4, root)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_whole_layer_writes_and_attends(kernels: Kernels, dtype: torch.dtype) -> None:
     """absorbed_mla: rotary positions by depth, latents to the nodes' own slots."""
     torch.manual_seed(0)
