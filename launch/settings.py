@@ -37,10 +37,12 @@ class Flag:
 
     @property
     def option(self) -> str:
-        name = self.field.replace("_", "-")
-        if self.section == "rebalance":  # its settings' names say little alone
-            name = "rebalance" if self.field == "enabled" else f"rebalance-{name}"
-        return f"--{name}"
+        first = {"rebalance": "enabled", "speculate": "method"}.get(self.section)
+        if first is None:
+            return f"--{self.field.replace('_', '-')}"
+        # These sections' settings say little alone.
+        rest = "" if self.field == first else f"-{self.field.replace('_', '-')}"
+        return f"--{self.section}{rest}"
 
     @property
     def declaration(self) -> str:
@@ -122,6 +124,14 @@ FLAGS = (
     Flag("rebalance", "max_staging_bytes", "SIZE", "A rank's spare memory", "one layer's slots"),
     Flag("rebalance", "deadline", "SEC", "Patience with a batch of layers", "60"),
     Flag("rebalance", "max_rate", "SIZE", "Most bytes a second into a rank", "no limit"),
+    Flag(
+        "speculate",
+        "method",
+        "HOW",
+        "Who drafts tokens, K deep: off, auto, mtp:K, ngram:K, eagle:PATH, medusa:PATH, draft:PATH",
+        "off",
+    ),
+    Flag("speculate", "rule", "NAME", "How drafts are judged: same or rejection", "same"),
     Flag("server", "host", "ADDR", "Address to listen on", "127.0.0.1"),
     Flag("server", "port", "N", "Port to listen on; 0 takes any free one", "8000"),
     Flag("server", "max_queue", "N", "Requests in flight before 429", "512"),
@@ -151,7 +161,7 @@ _FOLDER = "Its folder: config.json, *.safetensors, tokenizer.json"
 _CONFIG = "Settings from a TOML file; flags win over it"
 
 # What commands without HTTP use
-OFFLINE = ("model", "parallel", "cache", "schedule", "engine", "rebalance")
+OFFLINE = ("model", "parallel", "cache", "schedule", "engine", "rebalance", "speculate")
 SERVING = (*OFFLINE, "server")
 
 

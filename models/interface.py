@@ -164,6 +164,7 @@ class CausalLM(Protocol):
         next_token_ids: Tensor,
         cache: PagedKVCache,
         depth: int = 0,
+        observer: StepObserver | None = None,
     ) -> ForwardOutput:
         """MTP layer `depth` over the same rows: hidden [T, D] of the main model (post-norm) and
         the known next token of each row [T]; logits predict the token after next. The hidden that

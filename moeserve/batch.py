@@ -32,10 +32,11 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """forward.logits_rows: the sampled sequences in plan order, then the rows of `prompt_rows`."""
+    """forward.logits_rows: num_chosen rows that tokens are chosen at, those of the sampled
+    sequences in plan order (one each, and one more for each draft), then those of `prompt_rows`."""
 
     forward: ForwardBatch
-    num_sampled: int
+    num_chosen: int
     prompt_rows: tuple[PromptRows, ...]
 
 
@@ -47,11 +48,15 @@ def build_batch(
 ) -> StepBatch:
     """tables: `BlockTables.matrix`. An empty plan makes a batch of T = S = O = 0."""
     token_ids: list[int] = []
-    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+    trees = plan.trees
+    for i, (sequence, start) in enumerate(zip(plan.sequences, plan.starts, strict=True)):
+        count = plan.counts[i]
         if count == 1:
             token_ids.append(sequence.tokens[start])
         else:
             token_ids += sequence.tokens[start : start + count]
+            if i in trees:
+                token_ids += trees[i].tokens
     total, num = plan.num_tokens, len(plan.sequences)
     counts = np.array(plan.counts, np.int64)
     starts = np.array(plan.starts, np.int64)
@@ -73,8 +78,12 @@ def build_batch(
     block_tables = tables[rows, :width]  # [S, B], a copy
 
     last = query_start[1:].astype(np.int64) - 1
-    logits_rows = last[plan.sampled] if len(plan.sampled) < num else last
-    prompt_rows = _prompt_rows(plan, query_start, len(plan.sampled))
+    if trees:
+        logits_rows = _chosen_rows(plan, last)
+    else:
+        logits_rows = last[plan.sampled] if len(plan.sampled) < num else last
+    num_chosen = len(logits_rows)
+    prompt_rows = _prompt_rows(plan, query_start, num_chosen)
     if prompt_rows:
         extra = [np.arange(first, first + len(p.next_ids)) for p, first in prompt_rows]
         logits_rows = np.concatenate([logits_rows, *extra])
@@ -94,7 +103,16 @@ def build_batch(
         max_query_len=max_query,
         max_context_len=max_context,
     )
-    return StepBatch(forward, len(plan.sampled), tuple(p for p, _ in prompt_rows))
+    return StepBatch(forward, num_chosen, tuple(p for p, _ in prompt_rows))
+
+
+def _chosen_rows(plan: StepPlan, last: NDArray[np.int64]) -> NDArray[np.int64]:
+    """last [S]: each sequence's last row. Of one with drafts, those before it too."""
+    parts = []
+    for i in plan.sampled:
+        drafts = plan.trees[i].num_nodes if i in plan.trees else 0
+        parts.append(np.arange(last[i] - drafts, last[i] + 1))
+    return np.concatenate(parts)
 
 
 def _prompt_rows(

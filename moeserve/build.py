@@ -32,6 +32,9 @@ from moeserve.rebalancing.build import open_rebalancer, our_planner, staging_byt
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
+from moeserve.speculate.build import open_speculator
+from moeserve.speculate.speculator import Speculator
+from moeserve.speculate.verify import Rule
 from moeserve.startup import StartUp, prepare, size_cache
 from moeserve.terminal import say
 
@@ -69,6 +72,7 @@ def build_engine(
     beside = {
         "dispatch_buffers": start.dispatchers.plan(group).total,
         "rebalance_staging": staging_bytes(config, group, model, start.placement),
+        "drafter": 0 if start.speculate is None else start.speculate.memory_bytes,
     }
     plan = _plan_cache(
         config, group, start, model.cache_spec.bytes_per_token(), opening.available, beside
@@ -94,7 +98,8 @@ def build_engine(
         dispatcher.max_in_flight,
     )
     start.notes.append(overlap.note)
-    runner = ModelRunner(model, pages, cache.tables, recorder, overlap.tokens)
+    rule = Rule.SAME if start.speculate is None else start.speculate.rule
+    runner = ModelRunner(model, pages, cache.tables, recorder, overlap.tokens, rule)
     limits = ScheduleLimits(
         max_num_sequences=config.schedule.max_num_sequences,
         token_budget=config.schedule.token_budget,
@@ -104,14 +109,19 @@ def build_engine(
         eos_ids=frozenset(start.model.eos_token_ids),
         seed=config.engine.seed,
     )
+    scheduler = Scheduler(cache, limits)
+    speculator: Speculator | None = None
+    if start.speculate is not None:
+        speculator = open_speculator(start.speculate, runner, scheduler, group.rank)
     engine = Engine(
         runner,
-        Scheduler(cache, limits),
+        scheduler,
         group,
         recorder=recorder,
         placement=start.placement,
         settings=settings_hash(_collective_settings(config, start)),
         info=_info(config, group, start, plan, model, overlap),
+        speculator=speculator,
     )
     if group.size > 1:
         planner = our_planner(group, start.model.n_group, start.model.n_routed_experts)
@@ -191,6 +201,8 @@ def _warm_up(engine: Engine) -> None:
     runner = engine.runner
     for max_tokens in sorted({0, runner.overlap_from or 0}):
         runner.forward(runner.build(StepPlan()), max_tokens)
+    if engine.speculator is not None:
+        engine.speculator.warm_up()
     engine.recorder.enabled = True
 
 
@@ -204,6 +216,7 @@ def _collective_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         "dtype": str(start.dtype),
         "checkpoint": start.fingerprint,
         "layers": start.placement.num_layers,
+        "speculate": None if start.speculate is None else start.speculate.shared,
     }
 
 
@@ -240,6 +253,7 @@ def _info(
         "kv_plan": plan.describe(),
         "placement": describe(start.placement, start.model),
         "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,
+        "speculate": None if start.speculate is None else start.speculate.report(),
         "first_moe_layer": start.model.first_k_dense_replace,
         "picks_per_token": start.dispatch.top_k,
         "ranks_per_node": group.ranks_per_node,

@@ -25,6 +25,7 @@ from dispatch import nothing_to_emulate, read_dispatch
 from ep.nearest import nearest_hint
 from ep.presets import PRESETS
 from moeserve.errors import ConfigError
+from moeserve.speculate.setting import read_speculate
 
 # What a row of the model's dtype may be called, where `model` is meant
 _MODEL_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "fp32", "float32")
@@ -154,6 +155,22 @@ class RebalanceSection(Section):
     max_rate: Size | None = Field(None, ge=1)  # bytes a second into a rank; default: no limit
 
 
+class SpeculateSection(Section):
+    """Drafts that a step verifies beside its own token; with the rule "same" no token depends on
+    any of it."""
+
+    method: str = "off"  # who drafts, and how deep (speculate/setting.py)
+    # same: a draft is accepted where the target would choose it; rejection: by Leviathan's rule,
+    # more often at temperatures above 0, the same distribution, other tokens for a seed
+    rule: Literal["same", "rejection"] = "same"
+
+    @field_validator("method")
+    @classmethod
+    def _can_be_read(cls, value: str) -> str:
+        read_speculate(value)
+        return value
+
+
 class ServerSection(Section):
     host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(8000, ge=0, le=65535)  # 0: any free one, printed
@@ -175,6 +192,7 @@ class ServeConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     rebalance: RebalanceSection = RebalanceSection()
+    speculate: SpeculateSection = SpeculateSection()
     server: ServerSection = ServerSection()
 
     @classmethod
@@ -202,6 +220,11 @@ class ServeConfig(Section):
             problems += [_problem(cls, e) for e in error.errors()]
         else:
             problems += _unused(config.rebalance)
+            if config.speculate.rule != "same" and read_speculate(config.speculate.method).is_off:
+                problems.append(
+                    f"speculate.rule={config.speculate.rule!r}: not used while speculate.method is "
+                    "off"
+                )
         if problems:
             raise ConfigError(problems)
         return config
@@ -225,10 +248,12 @@ def _unused(section: RebalanceSection) -> list[str]:
 
 def flat_name(section: str, field: str) -> str:
     """What a setting is called where there are no sections: by its own name, but those of
-    rebalancing, which say little alone, with that in front (`rebalance` is its switch)."""
-    if section != "rebalance":
+    rebalancing and speculation, which say little alone, with that in front (`rebalance` is its
+    switch, `speculate` its method)."""
+    first = {"rebalance": "enabled", "speculate": "method"}.get(section)
+    if first is None:
         return field
-    return section if field == "enabled" else f"{section}_{field}"
+    return section if field == first else f"{section}_{field}"
 
 
 def _apply_layout(merged: dict[str, Any]) -> list[str]:

@@ -71,11 +71,16 @@ def read_wish(config: ServeConfig, problems: list[str]) -> Wish | None:
 
 
 def make_offer(
-    config: ServeConfig, group: EPGroup, dispatch: DispatchConfig, wish: Wish | None
+    config: ServeConfig,
+    group: EPGroup,
+    dispatch: DispatchConfig,
+    wish: Wish | None,
+    drafts: int = 0,
 ) -> Offer:
-    """Ask all backends. No collective. dispatch: its max_tokens_per_rank is not used."""
+    """Ask all backends. No collective. dispatch: its max_tokens_per_rank is not used. drafts: of a
+    sequence, at most."""
     schedule = config.schedule
-    bounds = step_bounds(schedule.token_budget, schedule.max_num_sequences, group.size)
+    bounds = step_bounds(schedule.token_budget, schedule.max_num_sequences, group.size, drafts)
     configs = {p: replace(dispatch, max_tokens_per_rank=bounds[p]) for p in PHASES}
     probes = probe_phases(group, configs)
     wish = wish or Wish()

@@ -1,6 +1,6 @@
 """Engine: one rank's serving loop body. `step()` is the whole story.
 
-    plan -> batch -> lockstep -> forward -> choose -> commit
+    plan -> batch -> lockstep -> forward -> choose -> commit (-> draft)
 
 What fails where: before the forward or after it a failure touches this rank's requests only, or is
 said in the next vote, so that all ranks end at the same step. Inside the forward peers may wait in
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import psutil
-from torch import Tensor
 
 from dispatch.base import PeerError
 from dispatch.step_guard import StepGuard
@@ -25,15 +23,17 @@ from ep.group import EPGroup
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.rebalance import Ballot
+from models.interface import ForwardOutput
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady, one_line
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
-from moeserve.plan import StepPlan
+from moeserve.plan import StepPlan, StepResult
 from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.recorder import StepRecorder
 from moeserve.request import FinishReason, Request, TokenOutput
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
+from moeserve.speculate.speculator import Speculator
 from moeserve.tracing import StepTracer
 from moeserve.wire import CacheEvents, RankStats
 from moeserve.wire_experts import Counts, FromRank, LoadReport, PlacementInUse
@@ -54,9 +54,11 @@ class Engine:
         placement: ExpertPlacement | None = None,
         settings: int = 0,
         info: dict[str, object] | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.runner, self.scheduler, self.group = runner, scheduler, group
-        self.lockstep = Lockstep(group)
+        self.speculator = speculator
+        self.lockstep = Lockstep(group, 0 if speculator is None else speculator.num_columns)
         self.guard = StepGuard(group)
         self.recorder = recorder
         self.placement = placement
@@ -136,22 +138,30 @@ class Engine:
         if self.recorder is not None:
             self.recorder.agreed(0 if agreed.stop else agreed.recording)
         outputs = self._run(plan, batch, agreed) if agreed.run else []
+        if agreed.run and self.speculator is not None:
+            self.speculator.timed(time.perf_counter() - start)
         if self.tracer.on:
             self.tracer.end_step(agreed.step, plan.num_tokens, agreed.phase, start)
         return [*self.scheduler.take_outbox(), *outputs]
 
     def _run(self, plan: StepPlan, batch: StepBatch, agreed: StepAgreement) -> list[TokenOutput]:
         start = time.perf_counter()
+        decode_only = agreed.phase is Phase.DECODE
         if self.recorder is not None:
             self.recorder.begin_step(plan, self.placement)
+        if self.speculator is not None:
+            self.speculator.agreed(agreed.drafting, agreed.max_tokens, decode_only)
         try:
-            logits = self.runner.forward(batch, agreed.max_tokens, agreed.phase is Phase.DECODE)
+            out = self.runner.forward(batch, agreed.max_tokens, decode_only)
         except Exception as error:  # whatever the model or the network raises
             if self.recorder is not None:
                 self.recorder.drop_step()
             return self._forward_failed(plan, self.guard.explain(error, agreed.step))
         self.tracer.span("forward", start, time.perf_counter())
-        outputs = self._choose(plan, batch, logits) if self._peers_answered() else None
+        result = self._choose(plan, batch, out) if self._peers_answered() else None
+        outputs = None if result is None else self._commit(plan, result)
+        if self.speculator is not None:
+            self._draft(self.speculator, plan, out, result, agreed)
         seconds = time.perf_counter() - start
         if self.recorder is not None:  # whatever became of its tokens, the experts had them
             self.recorder.end_step(agreed.step, seconds)
@@ -163,22 +173,58 @@ class Engine:
         self.step_seconds_total += seconds
         return outputs
 
-    def _choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> list[TokenOutput] | None:
+    def _choose(self, plan: StepPlan, batch: StepBatch, out: ForwardOutput) -> StepResult | None:
         """What the step gives; None where its requests failed. Not collective."""
         start = time.perf_counter()
         try:
-            result = self.runner.choose(plan, batch, logits)
+            result = self.runner.choose(plan, batch, out.logits)
         except Exception as error:  # only these requests are lost
             self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
             return None
         chosen = time.perf_counter()
-        outputs = self._commit(plan, result)
-        committed = time.perf_counter()
         self._part("sampling", chosen - start)
-        self._part("host", committed - chosen)
         self.tracer.span("sampling", start, chosen)
-        self.tracer.span("commit", chosen, committed)
-        return outputs
+        return result
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        start = time.perf_counter()
+        if self.speculator is not None:
+            self.speculator.judged(plan, result)
+        try:
+            return self.scheduler.commit(plan, result)
+        except Exception as error:  # said in the next vote
+            self._broken = f"commit failed: {one_line(error)}"
+            return []
+        finally:
+            committed = time.perf_counter()
+            self._part("host", committed - start)
+            self.tracer.span("commit", start, committed)
+
+    def _draft(
+        self,
+        speculator: Speculator,
+        plan: StepPlan,
+        out: ForwardOutput,
+        result: StepResult | None,
+        agreed: StepAgreement,
+    ) -> None:
+        """Drafts for the next step. Where peers take part every rank does, whatever became of its
+        requests; what fails inside it is a failed forward. Elsewhere it costs the drafts only."""
+        start = time.perf_counter()
+        if self._broken is not None:
+            result = None
+        try:
+            speculator.draft(plan, out.hidden, result)
+        except Exception as error:  # whatever a drafter or the network raises
+            if self.group.size > 1 and speculator.drafter.collective:
+                if self.recorder is not None:
+                    self.recorder.drop_step()
+                self._forward_failed(plan, self.guard.explain(error, agreed.step))
+            speculator.failed(error)
+        if speculator.depth:
+            drafted = time.perf_counter()
+            self._part("drafting", drafted - start)
+            self.tracer.span("drafting", start, drafted)
 
     def _part(self, name: str, seconds: float) -> None:
         """Beside what the model tells: host (plan, batch, commit), lockstep (waiting for the other
@@ -207,13 +253,6 @@ class Engine:
                 self._broken = f"scheduling failed: {one_line(error)}"
         return StepPlan(), self.runner.build(StepPlan())
 
-    def _commit(self, plan: StepPlan, result: Any) -> list[TokenOutput]:
-        try:
-            return self.scheduler.commit(plan, result)
-        except Exception as error:  # said in the next vote
-            self._broken = f"commit failed: {one_line(error)}"
-            return []
-
     def _forward_failed(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         reason = f"the forward pass failed: {one_line(error)}"
         self._failed_steps += 1
@@ -238,6 +277,7 @@ class Engine:
             rebalance=0 if self.rebalancer is None else self.rebalancer.number,
             ballot=Ballot() if self.rebalancer is None else self.rebalancer.ballot(),
             trace=self.tracer.wanted,
+            drafting=() if self.speculator is None else self.speculator.offer(plan),
         )
 
     # -- rebalancing ---------------------------------------------------------------------------
@@ -361,6 +401,7 @@ class Engine:
             masked_ranks=self.runner.masked_ranks,
             part_seconds={} if self.recorder is None else dict(self.recorder.seconds),
             rebalance=None if self.rebalancer is None else self.rebalancer.stats(),
+            speculation=None if self.speculator is None else self.speculator.stats(),
         )
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ import enum
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -60,7 +61,8 @@ class Vote:
     """One rank's part. wants_stop counts once no rank has work left. recording: the number of the
     load recording that it is ready to record, 0 for none; trace: likewise. settings: hash of all
     that shapes the collectives (`settings_hash`). rebalance: `ep.rebalance.Position.number`;
-    ballot: about it."""
+    ballot: about it. drafting: what speculation agrees on (`Speculator.offer`), of the width that
+    lockstep was made for."""
 
     has_work: bool
     num_tokens: int = 0
@@ -75,6 +77,11 @@ class Vote:
     rebalance: int = 0
     ballot: Ballot = Ballot()
     trace: int = 0
+    drafting: Seq[int] = ()
+
+
+def _nothing() -> NDArray[np.int64]:
+    return np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class StepAgreement:
     recording: what every rank voted for alike, else 0: the step is recorded on all ranks or none.
     trace: likewise.
     ballots [R]: what ranks say about a rebalance; () where none says anything.
+    drafting [R, columns]: what each rank said.
     """
 
     step: int
@@ -93,6 +101,7 @@ class StepAgreement:
     recording: int = 0
     ballots: tuple[Ballot, ...] = ()
     trace: int = 0
+    drafting: NDArray[np.int64] = field(default_factory=_nothing, compare=False)
 
     @property
     def max_tokens(self) -> int:
@@ -122,11 +131,13 @@ _COLUMN = {name: i for i, name in enumerate(_FIELDS)}
 
 
 class Lockstep:
-    def __init__(self, group: EPGroup) -> None:
+    def __init__(self, group: EPGroup, num_drafting: int = 0) -> None:
+        """num_drafting: columns of `Vote.drafting`, the same on all ranks."""
         self._group = group
         self._step = 0
-        self._mine = torch.zeros(len(_FIELDS), dtype=torch.int64)
-        self._all = torch.zeros(group.size, len(_FIELDS), dtype=torch.int64)
+        width = len(_FIELDS) + num_drafting
+        self._mine = torch.zeros(width, dtype=torch.int64)
+        self._all = torch.zeros(group.size, width, dtype=torch.int64)
         self._parts = list(self._all.unbind(0))
         self._mine_np: NDArray[np.int64] = self._mine.numpy()
         self._all_np: NDArray[np.int64] = self._all.numpy()
@@ -153,8 +164,9 @@ class Lockstep:
                 num_tokens=(vote.num_tokens,),
                 recording=vote.recording,
                 trace=vote.trace,
+                drafting=np.array([vote.drafting], np.int64) if vote.drafting else _nothing(),
             )
-        self._mine_np[:] = (
+        self._mine_np[: len(_FIELDS)] = (
             self._step,
             vote.settings,
             vote.placement_generation,
@@ -172,6 +184,7 @@ class Lockstep:
             vote.ballot.value,
             vote.ballot.cause,
         )
+        self._mine_np[len(_FIELDS) :] = vote.drafting
         dist.all_gather(self._parts, self._mine, group=self._group.cpu_group)
         self._finished = time.monotonic()
         return _judge(self._all_np)
@@ -195,8 +208,9 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         phase=Phase(int(np.bitwise_or.reduce(votes[:, _COLUMN["phase"]]))),
         num_tokens=tuple(votes[:, _COLUMN["num_tokens"]].tolist()),
         recording=int(recording[0]) if (recording == recording[0]).all() else 0,
-        ballots=_ballots(votes[:, _COLUMN["say"] :]),
+        ballots=_ballots(votes[:, _COLUMN["say"] : len(_FIELDS)]),
         trace=int(trace[0]) if (trace == trace[0]).all() else 0,
+        drafting=votes[:, len(_FIELDS) :].copy(),
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ep.load import DECODE, PHASES, PREFILL, LoadWindow
 from ep.placement import ExpertPlacement
+from models.interface import StepObserver
 from moeserve.plan import StepPlan
 from moeserve.wire_experts import Counts, FromRank, LoadInterval, PlacementTable, RecordingEnded
 
@@ -78,7 +79,8 @@ class StepRecorder:
         self._num_rows = 0
         # The step in progress.
         self._begun: tuple[int, int] | None = None  # picks and rows before it
-        self._num_tokens = self._num_decodes = 0
+        self._num_tokens = self._num_decodes = 0  # rows of the plan
+        self._length = 0  # rows that are no padding, of the plan or of a round of drafting
         self._base = 0  # where its counts begin
         self._split: tuple[Tensor, Tensor] | None = None  # rows of each phase, in a mixed step
         # The recording.
@@ -101,13 +103,27 @@ class StepRecorder:
         if self._active is not None:
             self._open_interval(self._active, placement)
         self._begun = (len(self._picks), len(self._rows))
-        self._num_tokens, self._num_decodes = plan.num_tokens, plan.num_decodes
-        self._base = len(self._steps) * self._size
-        self._split = None
-        if self._num_decodes == self._num_tokens:
-            self._base += DECODE * self._layers * self._experts
-        elif self._num_decodes:
+        self._num_tokens, self._num_decodes = plan.num_tokens, plan.num_decode_tokens
+        self._begin(self._num_tokens, self._num_decodes)
+        if 0 < self._num_decodes < self._num_tokens:
             self._split = _rows_of_phases(plan)
+
+    def _begin(self, num_rows: int, num_decodes: int) -> None:
+        """Picks of so many rows follow."""
+        self._base = len(self._steps) * self._size
+        self._length, self._split = num_rows, None
+        if num_decodes == num_rows:
+            self._base += DECODE * self._layers * self._experts
+
+    def begin_round(self, num_rows: int, num_decodes: int) -> None:
+        """A round of drafting, after the forward: its picks are of other rows than the plan's,
+        those of decodes first. They count as load, not as computed tokens."""
+        if self._begun is None:
+            return
+        self._begin(num_rows, num_decodes)
+        if 0 < num_decodes < num_rows:
+            rows = torch.arange(num_rows)
+            self._split = rows[num_decodes:], rows[:num_decodes]
 
     def expert_picks(self, layer: int, ids: Tensor) -> None:
         if self._begun is None:
@@ -116,7 +132,7 @@ class StepRecorder:
         if self._split is None:
             self._picks.append(ids)
             self._bases.append(base)
-            self._lengths.append(self._num_tokens)
+            self._lengths.append(self._length)
             return
         for phase, rows in enumerate(self._split):
             self._picks.append(ids.index_select(0, rows.to(ids.device)))
@@ -130,6 +146,12 @@ class StepRecorder:
     def part(self, name: str, seconds: float) -> None:
         if self.enabled:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def round_observer(self) -> StepObserver:
+        """For a round of drafting: its parts are no parts of the target's forward; all its seconds
+        are told as one part."""
+        return _RoundObserver(self)
 
     def end_step(self, step: int, seconds: float = 0.0) -> None:
         """step: its number in lockstep; seconds: what it took."""
@@ -304,6 +326,14 @@ def _rows_of_phases(plan: StepPlan) -> tuple[Tensor, Tensor]:
     flags[plan.decodes] = True
     is_decode = np.repeat(flags, plan.counts)
     return torch.from_numpy(np.flatnonzero(~is_decode)), torch.from_numpy(np.flatnonzero(is_decode))
+
+
+class _RoundObserver:
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.expert_picks, self.rows_sent = recorder.expert_picks, recorder.rows_sent
+
+    def part(self, name: str, seconds: float) -> None:
+        pass
 
 
 def _bincount(

@@ -69,7 +69,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request since the last output; the last one carries finish_reason."""
+    """New tokens of one request since the last output; the last one carries finish_reason.
+
+    num_accepted: of the tokens, the first so many were drafted (speculation); num_rejected: drafts
+    that did not become tokens."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -80,3 +83,5 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    num_accepted: int = 0
+    num_rejected: int = 0

@@ -1,7 +1,8 @@
 """ModelRunner: a StepPlan's tensors through the model and the sampler -> StepResult.
 
-Knows: model, latent cache, sampler. Knows nothing of queues, peers or the wire. `forward` is
-collective on a group of ranks, `choose` is not: a failure in the latter touches only this rank.
+Knows: model, latent cache, sampler. Knows nothing of queues, peers or the wire. `forward` and a
+round of `drafting` are collective on a group of ranks, `choose` is not: a failure in the latter
+touches only this rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from models.interface import CausalLM, PagedKVCache, largest_half
+from models.interface import CausalLM, ForwardBatch, ForwardOutput, PagedKVCache, largest_half
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
@@ -18,7 +19,11 @@ from moeserve.logprobs import token_logprobs
 from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
 from moeserve.recorder import StepRecorder
+from moeserve.speculate.tree import DraftTree
+from moeserve.speculate.verify import Rule, verify
 from moeserve.tracing import StepTracer
+
+_NO_DRAFTS = DraftTree()
 
 
 class ModelRunner:
@@ -29,13 +34,16 @@ class ModelRunner:
         tables: BlockTables,
         recorder: StepRecorder | None = None,
         overlap_from: int | None = None,
+        rule: Rule = Rule.SAME,
     ) -> None:
         """overlap_from: the agreed tokens of a step from which it goes through the model in two
-        halves (`overlap`), the same on every rank; None: never."""
+        halves (`overlap`), the same on every rank; None: never. rule: by which drafts are judged.
+        """
         self.model, self.cache, self.tables = model, cache, tables
         self.recorder = recorder
         self.tracer = StepTracer()  # the engine's, where there is one
         self.overlap_from = overlap_from
+        self.rule = rule
         self._dispatcher: Dispatcher | None = getattr(model, "dispatcher", None)
         device = cache.layers[0].device
         self._device = None if device.type == "cpu" else device
@@ -46,8 +54,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(
         self, batch: StepBatch, max_tokens: int | None = None, decode_only: bool = False
-    ) -> Tensor:
-        """-> logits [O, V] fp32. Every rank of the group calls it in the same step, T = 0 too.
+    ) -> ForwardOutput:
+        """Every rank of the group calls it in the same step, T = 0 too.
         Agreed in lockstep: max_tokens, the most tokens of any rank in this step; decode_only, that
         no rank computes prompt tokens."""
         in_halves = goes_in_halves(max_tokens, self.overlap_from)
@@ -56,11 +64,28 @@ class ModelRunner:
             self._dispatcher.set_step_bound(bound, decode_only)
         observer = self.tracer.observe(self.recorder)
         if not in_halves:
-            return self.model.forward(batch.forward, self.cache, observer).logits
+            return self.model.forward(batch.forward, self.cache, observer)
         out = self.model.forward(batch.forward, self.cache, observer, halves=True)
         if self._dispatcher is not None:  # what follows in this step is no half: drafts
             self._dispatcher.set_step_bound(max_tokens, decode_only)
-        return out.logits
+        return out
+
+    def draft(
+        self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, cache: PagedKVCache
+    ) -> ForwardOutput:
+        """A round of the MTP layer. Collective like `forward`."""
+        observer = None if self.recorder is None else self.recorder.round_observer
+        return self.model.draft(batch, hidden, next_token_ids, cache, 0, observer)
+
+    def begin_round(
+        self, max_tokens: int | None, decode_only: bool, num_rows: int, num_decodes: int
+    ) -> None:
+        """Before each `draft`. Agreed, as in `forward`: max_tokens, decode_only. Of this rank:
+        num_rows, of which those of decodes, which stand first."""
+        if self._dispatcher is not None:
+            self._dispatcher.set_step_bound(max_tokens, decode_only)
+        if self.recorder is not None:
+            self.recorder.begin_round(num_rows, num_decodes)
 
     def check_peers(self) -> None:
         """PeerError where ranks were left out of a step: what it gave lacks their experts."""
@@ -84,5 +109,18 @@ class ModelRunner:
             tops = [rows.top] * len(rows.next_ids)
             prompt[rows.request_id] = token_logprobs(part, rows.next_ids, tops)
         members = [plan.sequences[i] for i in plan.sampled]
-        sampled = sampler.sample(logits[: batch.num_sampled], members)
-        return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)
+        chosen = logits[: batch.num_chosen]
+        if not plan.trees:
+            sampled = sampler.sample(chosen, members)
+            return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)
+        trees = [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]
+        verdicts = verify(chosen, members, trees, self.rule)
+        return StepResult(
+            token_ids=[v.tokens[0] if v.tokens else -1 for v in verdicts],
+            logprobs={j: v.logprobs[0] for j, v in enumerate(verdicts) if v.logprobs},
+            prompt_logprobs=prompt,
+            failed={j: v.failed for j, v in enumerate(verdicts) if v.failed is not None},
+            verdicts={
+                j: v for j, (v, t) in enumerate(zip(verdicts, trees, strict=True)) if t.tokens
+            },
+        )

@@ -13,6 +13,8 @@ later, mostly from the prefix cache); a sequence never preempts an older one, it
 instead. So the oldest always advances, and since each sequence fits in the pool alone (checked at
 submit) all of them finish.
 
+Drafts (`speculate`) get what others leave (`scheduling_drafts`).
+
 Knows nothing of ranks, models or sampling.
 """
 
@@ -20,43 +22,33 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from msgspec.structs import replace
 
 from moeserve.admission import check_request
 from moeserve.cache import BlockCache, Node
 from moeserve.errors import InvalidRequest
 from moeserve.plan import StepPlan, StepResult
 from moeserve.request import FinishReason, Request, TokenLogprob, TokenOutput
+from moeserve.scheduling import ScheduleCounters as ScheduleCounters
+from moeserve.scheduling import ScheduleLimits as ScheduleLimits
+from moeserve.scheduling import completes, make_plan
+from moeserve.scheduling_drafts import (
+    Taken,
+    grow_ahead,
+    place_drafts,
+    reach,
+    take_back,
+    tokens_for_drafts,
+)
 from moeserve.sequence import Sequence
+from moeserve.speculate.run_limits import cut_run
+from moeserve.speculate.tree import DraftTree
+from moeserve.speculate.verify import Verdict
 
 LOOK_AHEAD = 16  # waiting sequences that a step looks at before it looks no further
-
-
-@dataclass(frozen=True)
-class ScheduleLimits:
-    """max_model_len positions of a sequence, prompt and output; the pool must hold one such."""
-
-    max_num_sequences: int
-    token_budget: int
-    chunk_size: int | None
-    max_model_len: int
-    vocab_size: int | None = None  # None: token ids are not checked
-    eos_ids: frozenset[int] = frozenset()
-    seed: int = 0
-
-
-@dataclass
-class ScheduleCounters:
-    """Totals since start. prompt_tokens: of sequences begun, cached_tokens: those of them found in
-    the prefix cache at the beginning."""
-
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0  # prompt positions computed, those of recomputing included
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    finished: int = 0
-    aborted: int = 0
 
 
 class Scheduler:
@@ -74,6 +66,10 @@ class Scheduler:
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
         self._outbox: list[TokenOutput] = []  # finishes that no step's commit reports
+        # Of speculation: positions behind a sequence's drafts that are written beside the plan, and
+        # who hears that a sequence has ended or lost its blocks.
+        self.ahead = 0
+        self.on_gone: Callable[[str], None] | None = None
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -121,7 +117,8 @@ class Scheduler:
 
     @property
     def num_wasted_slots(self) -> int:
-        """Unfilled positions of running sequences' blocks: less than a block each."""
+        """Unfilled positions of running sequences' blocks: less than a block each, but for those
+        that drafts were given."""
         size = self.cache.block_size
         return sum(
             len(s.lease.table.ids) * size - s.num_computed_tokens for s in self.running if s.lease
@@ -137,7 +134,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide a step and take the blocks it writes. Empty exactly when there is no work."""
         assert self._in_flight is None, "schedule() before the last plan was committed"
-        draft: dict[Sequence, int] = {}  # tokens a sequence computes, in the order decided
+        taken: Taken = {}  # in the order decided
         budget = self.limits.token_budget
         chunk = self.limits.chunk_size or budget
         preempted: list[Sequence] = []
@@ -148,19 +145,24 @@ class Scheduler:
             sequence = running[i]
             i += 1
             is_decode = len(sequence.tokens) - sequence.num_computed_tokens == 1
-            if is_decode and self._room_for_one(sequence, draft, preempted):
-                draft[sequence] = 1
+            if is_decode and self._room_for_one(sequence, taken, preempted):
+                taken[sequence] = 1
                 budget -= 1
+        drafted = [s for s in taken if s.drafts is not None and s.drafts.num_nodes]
+        for_drafts = 0
+        if drafted:
+            for_drafts = tokens_for_drafts(drafted, budget, running, bool(self.waiting))
+        budget -= for_drafts
         i = 0
         while i < len(running) and budget > 0:  # prefills that have begun
             sequence = running[i]
             i += 1
             remaining = sequence.num_remaining_tokens
-            if remaining > 1 and self._room_for_one(sequence, draft, preempted):
+            if remaining > 1 and self._room_for_one(sequence, taken, preempted):
                 if preempted:  # perhaps decodes that had their token already
-                    budget = self.limits.token_budget - sum(draft.values())
-                count = min(remaining, chunk, budget, self._reach(sequence))
-                self._take(sequence, count, draft)
+                    budget = self.limits.token_budget - sum(taken.values()) - for_drafts
+                count = min(remaining, chunk, budget, reach(self.cache, sequence))
+                self._take(sequence, count, taken)
                 budget -= count
         i = 0
         while i < min(len(self.waiting), LOOK_AHEAD) and budget > 0 and not preempted:
@@ -168,20 +170,25 @@ class Scheduler:
                 break
             sequence = self.waiting[i]
             matched = self._match(sequence)
-            if self._is_being_computed(sequence, len(matched), draft):
+            if self._is_being_computed(sequence, len(matched), taken):
                 i += 1  # others need not wait for what only this one waits for
                 continue
-            if not self._admit(sequence, matched):
+            if not self._admit(sequence, matched) and not (
+                take_back(self.cache, running, taken) and self._admit(sequence, matched)
+            ):
                 break
             del self.waiting[i]
             insort(running, sequence, key=_arrival)
             count = min(sequence.num_remaining_tokens, chunk, budget)
-            self._take(sequence, count, draft)
+            self._take(sequence, count, taken)
             budget -= count
 
         assert len(running) <= self.limits.token_budget
         self._requeue(preempted)
-        plan = _plan(draft, preempted)
+        trees = place_drafts(self.cache, drafted, for_drafts + budget, taken) if drafted else {}
+        if self.ahead:
+            grow_ahead(self.cache, taken, self.ahead, self.limits.max_model_len)
+        plan = make_plan(taken, trees, preempted)
         self._in_flight = plan if plan.sequences else None  # an empty one need not be committed
         assert plan.num_tokens <= self.limits.token_budget
         assert plan.num_tokens > 0 or not self.has_work, "work, but nothing scheduled"
@@ -194,7 +201,11 @@ class Scheduler:
         assert plan is self._in_flight, "commit of another plan than the last scheduled"
         self._in_flight = None
         counters, size = self.counters, self.cache.block_size
-        for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        for i, (sequence, start) in enumerate(zip(plan.sequences, plan.starts, strict=True)):
+            count = plan.counts[i]
+            if i in plan.trees:  # what became of them is a verdict's word
+                count -= plan.trees[i].num_nodes
+            sequence.drafts = None
             end = sequence.num_computed_tokens = start + count
             if start < sequence.num_prompt_tokens:
                 counters.computed_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
@@ -211,10 +222,14 @@ class Scheduler:
             sequence = plan.sequences[i]
             if sequence.aborted:
                 continue
+            if i in plan.trees:
+                outputs += self._advance_run(sequence, plan.trees[i], result.verdicts[j])
+                continue
             if j in result.failed:
                 self._drop(sequence, FinishReason.ERROR, result.failed[j])
                 continue
-            outputs.append(self._advance(sequence, token, result.logprobs.get(j)))
+            logprob = result.logprobs.get(j)
+            outputs.append(self._advance(sequence, (token,), () if logprob is None else (logprob,)))
         for sequence in plan.sequences:
             if sequence.aborted:
                 self._drop(sequence, sequence.aborted)
@@ -222,34 +237,28 @@ class Scheduler:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _room_for_one(
-        self, sequence: Sequence, draft: dict[Sequence, int], preempted: list[Sequence]
-    ) -> bool:
+    def _room_for_one(self, sequence: Sequence, taken: Taken, preempted: list[Sequence]) -> bool:
         """Take a block for the next position if it needs one, preempting later arrivals."""
         lease = sequence.lease
         assert lease is not None
         position = sequence.num_computed_tokens
         if position < len(lease.table.ids) * self.cache.block_size:
             return True
+        if not self.cache.num_available:
+            take_back(self.cache, self.running, taken)
         while not self.cache.num_available:
             victim = self.running[-1]
             if victim is sequence:
                 return False  # it keeps what it has and waits: older ones may still preempt it
-            self._preempt(victim, draft)
+            self._preempt(victim, taken)
             preempted.append(victim)
         self.cache.grow(lease, position + 1)
         return True
 
-    def _reach(self, sequence: Sequence) -> int:
-        """Positions that own blocks and those at hand have place for."""
-        assert sequence.lease is not None
-        blocks = len(sequence.lease.table.ids) + self.cache.num_available
-        return blocks * self.cache.block_size - sequence.num_computed_tokens
-
-    def _take(self, sequence: Sequence, count: int, draft: dict[Sequence, int]) -> None:
+    def _take(self, sequence: Sequence, count: int, taken: Taken) -> None:
         assert count > 0 and sequence.lease is not None
         self.cache.grow(sequence.lease, sequence.num_computed_tokens + count)
-        draft[sequence] = count
+        taken[sequence] = count
 
     def _match(self, sequence: Sequence) -> list[Node]:
         """Cached blocks that a waiting sequence may begin on."""
@@ -271,9 +280,7 @@ class Scheduler:
             self.counters.cached_tokens += cached
         return True
 
-    def _is_being_computed(
-        self, sequence: Sequence, num_blocks: int, draft: dict[Sequence, int]
-    ) -> bool:
+    def _is_being_computed(self, sequence: Sequence, num_blocks: int, taken: Taken) -> bool:
         """Whether another sequence completes the block after these `num_blocks` in this step: then
         the next step finds it in the tree."""
         end = (num_blocks + 1) * self.cache.block_size
@@ -281,54 +288,83 @@ class Scheduler:
             return False
         if sequence.wants_prompt_logprobs:  # takes no hit
             return False
-        wanted = sequence.tokens[:end]
-        return any(
-            other.num_computed_tokens < end <= other.num_computed_tokens + count
-            and other.tokens[:end] == wanted
-            and other.request.cache_salt == sequence.request.cache_salt
-            for other, count in draft.items()
-        )
+        return completes(taken, sequence, end)
 
-    def _preempt(self, victim: Sequence, draft: dict[Sequence, int]) -> None:
+    def _preempt(self, victim: Sequence, taken: Taken) -> None:
         assert victim is self.running[-1] and victim.lease is not None
         self.running.pop()
-        draft.pop(victim, None)
+        taken.pop(victim, None)
         self.cache.close(victim.lease)
         victim.preempted()
         self.counters.preemptions += 1
+        if self.on_gone is not None:
+            self.on_gone(victim.request_id)
 
     def _requeue(self, preempted: list[Sequence]) -> None:
         if preempted:
             self.waiting = deque(sorted([*preempted, *self.waiting], key=_arrival))
 
-    def _advance(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> TokenOutput:
-        """Append a chosen token and see whether it is the last."""
+    def _advance(
+        self,
+        sequence: Sequence,
+        tokens: Seq[int],
+        logprobs: Seq[TokenLogprob],
+        num_accepted: int = 0,
+        num_drafted: int = 0,
+    ) -> TokenOutput:
+        """Append chosen tokens as far as they are wanted, and see whether the last one ends it."""
         first = sequence.num_output_tokens == 0
-        reason: FinishReason | None = None
-        stop_id: int | None = None
-        token_ids: tuple[int, ...] = ()
-        if sequence.max_output_tokens > 0:
+        run = cut_run(sequence, tokens)
+        token_ids = tuple(tokens[: run.num_tokens])
+        for token in token_ids:
             sequence.append(token)
-            token_ids = (token,)
-            self.counters.output_tokens += 1
-            if token in sequence.stop_ids:
-                reason, stop_id = FinishReason.STOP, token
-        if reason is None and sequence.num_output_tokens >= sequence.max_output_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._retire(sequence, reason)
+        accepted = min(num_accepted, run.num_tokens)
+        self.counters.output_tokens += run.num_tokens
+        if num_drafted:
+            self._after_drafts(sequence, accepted, num_drafted)
+        if run.reason is not None:
+            self._retire(sequence, run.reason)
         return TokenOutput(
             request_id=sequence.request_id,
             token_ids=token_ids,
-            logprobs=() if logprob is None or not token_ids else (logprob,),
+            logprobs=tuple(logprobs[: run.num_tokens]),
             prompt_logprobs=tuple(sequence.prompt_logprobs)
             if first and sequence.prompt_logprobs is not None
             else None,
-            finish_reason=reason,
-            stop_token_id=stop_id,
+            finish_reason=run.reason,
+            stop_token_id=run.stop_id,
             num_cached_tokens=sequence.num_cached_tokens,
             num_preemptions=sequence.num_preemptions,
+            num_accepted=accepted,
+            num_rejected=num_drafted - accepted,
         )
+
+    def _advance_run(
+        self, sequence: Sequence, tree: DraftTree, verdict: Verdict
+    ) -> list[TokenOutput]:
+        """The same of what was accepted of drafts. One that failed behind some tokens ends with
+        them: without drafts they would have gone out before."""
+        if verdict.failed is None or verdict.tokens:
+            output = self._advance(
+                sequence, verdict.tokens, verdict.logprobs, verdict.num_accepted, tree.num_nodes
+            )
+            if verdict.failed is None or output.finish_reason is not None:
+                return [output]
+            self._retire(sequence, FinishReason.ERROR)
+            return [replace(output, finish_reason=FinishReason.ERROR, error=verdict.failed)]
+        self.counters.drafted_tokens += tree.num_nodes
+        self._drop(sequence, FinishReason.ERROR, verdict.failed)
+        return []
+
+    def _after_drafts(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
+        """The latents of accepted drafts lie in the cache. Those of rejected ones stand behind them
+        and are overwritten before they are read; only accepted tokens make the key of a block."""
+        self.counters.drafted_tokens += num_drafted
+        self.counters.accepted_tokens += num_accepted
+        end = sequence.num_computed_tokens = len(sequence.tokens) - 1
+        assert sequence.lease is not None
+        if end // self.cache.block_size > sequence.lease.num_committed:
+            self.cache.commit(sequence.lease, sequence.tokens, end)
 
     def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
         """Take a sequence out, wherever it is; its committed blocks stay cached."""
@@ -340,6 +376,8 @@ class Scheduler:
             sequence.lease = None
         else:
             self.waiting.remove(sequence)
+        if self.on_gone is not None:
+            self.on_gone(sequence.request_id)
         if reason is FinishReason.ABORT:
             self.counters.aborted += 1
         else:
@@ -365,22 +403,3 @@ def _arrival(sequence: Sequence) -> int:
 
 def _end(sequence: Sequence, error: str) -> tuple[FinishReason, str | None]:
     return (sequence.aborted, None) if sequence.aborted else (FinishReason.ERROR, error)
-
-
-def _plan(draft: dict[Sequence, int], preempted: list[Sequence]) -> StepPlan:
-    plan = StepPlan(
-        sequences=list(draft),
-        counts=list(draft.values()),
-        preempted=[s.request_id for s in preempted],
-    )
-    for i, (sequence, count) in enumerate(draft.items()):
-        start = sequence.num_computed_tokens
-        assert sequence.lease is not None
-        plan.starts.append(start)
-        plan.rows.append(sequence.lease.table.row)
-        plan.num_tokens += count
-        if start + count == len(sequence.tokens):
-            plan.sampled.append(i)
-            if count == 1 and start >= sequence.num_prompt_tokens:
-                plan.decodes.append(i)
-    return plan

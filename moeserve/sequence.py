@@ -12,6 +12,7 @@ from hashlib import blake2b
 from moeserve.cache import Lease
 from moeserve.penalties import Bias, SeenTokens
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob
+from moeserve.speculate.tree import DraftTree
 
 GREEDY_BELOW = 1e-5  # a temperature under it is greedy: dividing by less overflows fp32 logits
 
@@ -34,6 +35,7 @@ class Sequence:
         "aborted",
         "arrival_index",
         "bias",
+        "drafts",
         "eos_ids",
         "finish_reason",
         "lease",
@@ -84,6 +86,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
             None if sampling.prompt_logprobs is None else [None]
         )
+        self.drafts: DraftTree | None = None  # what may follow; for the next step alone
         self.temperature = sampling.temperature
         self.needs = _needs(sampling)
         self.seed = _seed(request, engine_seed)
@@ -118,7 +121,7 @@ class Sequence:
 
     def preempted(self) -> None:
         """Its blocks are gone: everything is to be computed again (less what is still cached)."""
-        self.lease = None
+        self.lease = self.drafts = None
         self.num_computed_tokens = 0
         self.num_preemptions += 1
         if self.wants_prompt_logprobs:

@@ -35,6 +35,7 @@ from moeserve.lockstep import agree_on, agree_on_problems
 from moeserve.memory import CachePlan, CacheTooSmall, plan_cache, shortage
 from moeserve.placing import first_placement
 from moeserve.rebalancing.build import rebalance_problems
+from moeserve.speculate.build import SpeculatePlan, plan_speculation
 from moeserve.terminal import counted
 
 _DEVICE_TYPE = "cpu"  # where `build_engine` loads models
@@ -43,6 +44,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOCAL = (
     "model.checkpoint",
     "model.chat_template",
+    "speculate.method",
     "parallel.placement",
     "parallel.interface",
     "engine.threads",
@@ -65,6 +67,7 @@ class StartUp:
     known_bytes: dict[str, int]
     notes: list[str] = field(default_factory=list)
     chosen: Choice | None = None  # set once all ranks have agreed
+    speculate: SpeculatePlan | None = None  # None: off
 
     @property
     def dispatchers(self) -> Choice:
@@ -117,6 +120,7 @@ def _resolve(
     kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
     cache = _check_lengths(config, model, dtype, with_mtp, problems)
+    speculate = plan_speculation(config, model, problems)
     placement = first_placement(config, model, group, with_mtp, problems)
     if placement is None or kernels is None:
         return None
@@ -136,12 +140,15 @@ def _resolve(
         deterministic=config.engine.deterministic,
         wire=rows.wire,
     )
-    offers.append(make_offer(config, group, dispatch, wish))
+    drafts = 0 if speculate is None else speculate.depth
+    offers.append(make_offer(config, group, dispatch, wish, drafts))
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None
     notes.append(kernels.reason)
     notes.append(rows.note)
+    if speculate is not None:
+        notes.append(speculate.note)
     if placement.num_empty_slots:
         hosted = placement.num_physical_experts - placement.num_empty_slots
         notes.append(
@@ -164,9 +171,20 @@ def _resolve(
     known = {
         "weights": min(plan.total_bytes, sum(plan.memory_bytes(dtype.itemsize).values())),
         "kv_cache": 0 if cache is None else cache.num_bytes,
+        "drafter": 0 if speculate is None else speculate.memory_bytes,
     }
     return StartUp(
-        model, dtype, with_mtp, placement, kernels, dispatch, rows, fingerprint, known, notes
+        model,
+        dtype,
+        with_mtp,
+        placement,
+        kernels,
+        dispatch,
+        rows,
+        fingerprint,
+        known,
+        notes,
+        speculate=speculate,
     )
 
 
@@ -259,6 +277,7 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         flat |= {f"{section}.{name}": value for name, value in values.items()}
     for local in _LOCAL:
         flat.pop(local, None)
+    flat |= {} if start.speculate is None else start.speculate.shared
     return flat | {
         "checkpoint": start.fingerprint,
         "placement": start.placement.fingerprint,

@@ -80,6 +80,7 @@ class ToyModel:
         next_token_ids: Tensor,
         cache: PagedKVCache,
         depth: int = 0,
+        observer: StepObserver | None = None,
     ) -> ForwardOutput:
         raise NotImplementedError("the toy has no MTP layer")
 

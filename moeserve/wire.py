@@ -12,6 +12,7 @@ import msgspec
 
 from moeserve import wire_experts, wire_rebalance, wire_trace
 from moeserve.request import FinishReason, Request, TokenOutput
+from moeserve.wire_speculation import SpeculationStats
 
 # ---- front end -> rank ------------------------------------------------------------------------
 
@@ -136,6 +137,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     rebalance: wire_rebalance.RebalanceStats | None = None  # None: experts cannot move here
     masked_ranks: tuple[int, ...] = ()  # that the dispatcher leaves out
     part_seconds: dict[str, float] = {}  # of steps, by part (`StepRecorder.seconds`)
+    speculation: SpeculationStats | None = None  # None: off
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -29,6 +29,7 @@ NAMES = (
     "forward",
     "sampling",
     "commit",
+    "drafting",
     "attention",
     "gate",
     "dispatch",

@@ -63,7 +63,7 @@ def test_the_help_shows_the_real_defaults():
         value = getattr(getattr(ServeConfig(), flag.section), flag.field)
         if value is None or value == "":
             continue  # what stands for it is in words
-        shown = {"on": True, "off": False}.get(flag.default, flag.default)
+        shown = {"on": True, "off": False}[flag.default] if flag.switch else flag.default
         if flag.metavar == "SIZE":
             shown = parse_size(flag.default)
         assert type(value)(shown) == value, flag

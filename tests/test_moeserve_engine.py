@@ -105,7 +105,7 @@ def test_batches_are_the_slow_twin(size: int, chunk: int | None) -> None:
         small = (batch.query_start, batch.context_len, batch.block_tables)
         assert {x.dtype for x in small} == {torch.int32}
         built = engine.runner.build(plan)
-        logits = engine.runner.forward(built)
+        logits = engine.runner.forward(built).logits
         scheduler.commit(plan, engine.runner.choose(plan, built, logits))
 
 
@@ -115,7 +115,7 @@ def test_an_empty_batch_is_a_batch() -> None:
     assert (batch.num_tokens, batch.num_sequences) == (0, 0)
     assert batch.query_start.tolist() == [0] and batch.logits_rows.dtype == torch.int64
     assert (batch.max_query_len, batch.max_context_len) == (0, 0)
-    assert engine.runner.forward(engine.runner.build(StepPlan())).shape == (0, 97)
+    assert engine.runner.forward(engine.runner.build(StepPlan())).logits.shape == (0, 97)
 
 
 # -- steps --------------------------------------------------------------------------------------

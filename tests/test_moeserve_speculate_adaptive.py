@@ -24,7 +24,6 @@ from moeserve.speculate.adaptive import (
     Offer,
     allot,
     make_offer,
-    rate_at,
 )
 from moeserve.speculate.cost_model import CostModel, Costs, LineFit
 
@@ -277,28 +276,62 @@ def test_before_anything_was_measured_one_token_is_drafted() -> None:
     assert policy.depth > 1
 
 
-def test_a_fixed_depth_is_kept() -> None:
+def test_a_fixed_depth_is_shared_out_from_the_deepest() -> None:
     policy = FixedDepth(3)
-    reach = reaches([[0.0] * 5, [0.9] * 5])
-    offer = policy.offer(reach, rooms(2), 9)
-    assert offer.rows == (2, 3, 4, 5)
-    for _ in range(5):
-        assert policy.agree([offer, Offer.none(3)], Costs(20 * MS, MS, MS)) == 3
-    assert policy.allot(reach, np.array([2, 8]), 9).tolist() == [2, 3]
-    assert policy.predicted == pytest.approx(
-        rate_at([offer], Costs(20 * MS, MS, MS), 3) / rate_at([offer], Costs(20 * MS, MS, MS), 0)
-    )
+    assert policy.depth == policy.max_depth == 3
+    assert policy.share([2, 8, 0], 9) == [2, 3, 0]
+    assert policy.share([3, 8, 3], 5) == [2, 2, 1]
+    assert policy.share([3, 3], 0) == policy.share([3, 3], -2) == [0, 0]
+    assert policy.share([], 4) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_offers_are_the_slow_twins(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num = int(random.integers(0, 6))
+    reach = np.cumprod(random.uniform(0.2, 1, (num, 4)), axis=1)
+    room = random.integers(-1, 6, num)
+    for most in (0, 3, 40):
+        wanted = adaptive._make_offer_slowly(reach, room, 0.2, most)
+        assert make_offer(reach, room, 0.2, most) == wanted
     assert make_offer(np.zeros((0, 3)), rooms(0), 0.0, 5) == Offer.none(3)
 
 
+def test_at_depth_0_it_looks_only_now_and_then() -> None:
+    policy, costs, looked = AdaptiveDepth(4), Costs(20 * MS, 19 * MS, 30 * MS), 0
+    for _ in range(adaptive.PROBE):
+        if policy.looks:
+            looked += 1
+            policy.agree([policy.offer(reaches([[0.1] * 4]), rooms(1), 9)], costs)
+        else:
+            assert policy.pass_by() == policy.depth == 0
+    assert adaptive.PROBE // adaptive.LOOK <= looked <= adaptive.PROBE // adaptive.LOOK + 12
+
+
 # -- the whole loop -------------------------------------------------------------------------------
+
+
+class Constant:
+    """The same depth, whatever comes."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def offer(self, *args: object) -> Offer:
+        return Offer.none(0)
+
+    def agree(self, *args: object) -> int:
+        return self.depth
+
+    def allot(self, reach: np.ndarray, room: np.ndarray, most: int) -> np.ndarray:
+        return np.minimum(room, self.depth)
 
 
 def drive(
     batch: int,
     rates: list[float],
     costs: tuple[float, float, float],
-    policy: AdaptiveDepth | FixedDepth,
+    policy: AdaptiveDepth | Constant,
     steps: int,
 ) -> float:
     """Tokens a second of a simulated engine with these true chances and costs (seconds: fixed, a
@@ -340,7 +373,7 @@ def test_it_finds_the_best_depth_by_itself(
     batch: int, rates: list[float], costs: tuple[float, float, float]
 ) -> None:
     steps = 700 if batch < 32 else 300
-    fixed = [drive(batch, rates, costs, FixedDepth(d), steps) for d in range(len(rates) + 1)]
+    fixed = [drive(batch, rates, costs, Constant(d), steps) for d in range(len(rates) + 1)]
     found = drive(batch, rates, costs, AdaptiveDepth(len(rates)), steps)
     assert found > 0.95 * max(fixed)
     assert found > 0.97 * fixed[0]

@@ -1,8 +1,9 @@
 """BlockCache: pool, tables and prefix tree as the scheduler uses them.
 
 A sequence's blocks are first those it shares through the tree (its committed path), then its own.
-Only the last one may be partly empty. Blocks enter the tree after the step that wrote them has
-been committed, never before: a half-written block can not be hit.
+Only the last one may be partly empty, and whole ones behind it that drafts were given. Blocks enter
+the tree after the step that wrote them has been committed, never before: a half-written block can
+not be hit.
 
 Knows: token ids, counts of written positions. Knows nothing of requests, budgets or order.
 """
@@ -77,6 +78,15 @@ class BlockCache:
             if not self.pool.num_free:
                 self.tree.evict_one()
             table.append(*self.pool.allocate())
+
+    def shrink(self, lease: Lease, num_positions: int) -> int:
+        """Give back the blocks behind `num_positions` positions, none of the committed -> how
+        many."""
+        table, keep = lease.table, max(self.blocks_for(num_positions), lease.num_committed)
+        spare = max(len(table.ids) - keep, 0)
+        for _ in range(spare):
+            self.tree.release(*table.pop())
+        return spare
 
     def commit(self, lease: Lease, token_ids: Sequence[int], num_written: int) -> None:
         """The first `num_written` positions lie in the cache: full blocks go into the tree. Where

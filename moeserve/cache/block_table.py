@@ -57,6 +57,11 @@ class BlockTable:
         self.ids.append(block)
         self.generations.append(generation)
 
+    def pop(self) -> tuple[int, int]:
+        """The last block leaves -> its id and generation."""
+        self._tables.write(self.row, len(self.ids) - 1, -1)
+        return self.ids.pop(), self.generations.pop()
+
     def replace(self, index: int, block: int, generation: int) -> None:
         self._tables.write(self.row, index, block)
         self.ids[index] = block

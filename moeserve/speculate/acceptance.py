@@ -55,7 +55,7 @@ class Acceptance:
     def __init__(self, max_depth: int, start: float = START) -> None:
         assert max_depth >= 1 and 0 <= start <= 1
         self.max_depth = max_depth
-        self._start: Doubles = np.full(max_depth, start)
+        self._start = start
         self._all = Rates(max_depth, KEEP_ALL)
         self._own: dict[str, Rates] = {}
         self.drafted: NDArray[np.int64] = np.zeros(max_depth, np.int64)  # totals by position
@@ -98,13 +98,11 @@ class Acceptance:
 
     def _average(self) -> Doubles:
         # What is known of a position's neighbour is the best guess where nothing was tried.
-        prior = self._start.copy()
-        for i in range(self.max_depth):
-            weight = PRIOR / 2
-            prior[i] = (self._all.right[i] + weight * prior[i]) / (self._all.tried[i] + weight)
-            if i + 1 < self.max_depth:
-                prior[i + 1] = prior[i]
-        return prior
+        weight, rate, prior = PRIOR / 2, self._start, []
+        for right, tried in zip(self._all.right.tolist(), self._all.tried.tolist(), strict=True):
+            rate = (right + weight * rate) / (tried + weight)
+            prior.append(rate)
+        return np.array(prior)
 
     def reach(self, request_id: str | None = None) -> Doubles:
         """[K] of one sequence; None: of all."""

@@ -10,8 +10,8 @@ rate of the last agreement as the worth of time this is Dinkelbach's method for 
 iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
 
 A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
-shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS. It is
-where all begins, until the costs are known.
+shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS, and only
+every LOOK steps anything is offered. It is where all begins, until the costs are known.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -33,6 +33,7 @@ MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
 HOLD = 8
 PROBE, PROBE_STEPS = 256, 2
+LOOK = 8
 
 Counts = NDArray[np.int64]
 
@@ -70,6 +71,18 @@ def allot(reach: Doubles, room: Counts, depth: int, threshold: float, most: int)
 
 def make_offer(reach: Doubles, room: Counts, threshold: float, most: int) -> Offer:
     """What a rank with these sequences can do at each depth. most: drafts that fit a step."""
+    num, width = reach.shape
+    wanted = (reach > threshold) & (np.arange(width) < room[:, None])
+    if int(wanted.sum()) <= most:  # nobody is cut: the depths differ by a column each
+        added = wanted.sum(axis=0).cumsum()
+        gains = (reach * wanted).sum(axis=0).cumsum()
+        whole = np.rint((num + gains) * MILLIONTHS).astype(np.int64).tolist()
+        return Offer((num * MILLIONTHS, *whole), (num, *(num + added).tolist()))
+    return _make_offer_slowly(reach, room, threshold, most)
+
+
+def _make_offer_slowly(reach: Doubles, room: Counts, threshold: float, most: int) -> Offer:
+    """Also where sequences compete for the last places; the twin of the quick way."""
     num, width = reach.shape
     sums = np.concatenate([np.zeros((num, 1)), reach.cumsum(axis=1)], axis=1)  # [S, K + 1]
     expected, rows = [], []
@@ -114,10 +127,22 @@ class AdaptiveDepth:
         """offers [R], and rank 0's costs -> the depth of the drafts that come next."""
         if not any(offer.rows[0] for offer in offers):
             return self.depth  # nobody decodes: nothing is learned, nothing changes
+        tokens = np.array([offer.expected for offer in offers]).sum(axis=0)
+        rows = np.array([offer.rows for offer in offers]).max(axis=0)
+        return self.agree_on(tokens, rows, costs)
+
+    def agree_on(self, tokens: Counts, rows: Counts, costs: Costs) -> int:
+        """The same of all ranks' offers together, where somebody decodes: tokens [K + 1] the sum
+        of what they expect, rows [K + 1] the most of any."""
         if not costs.is_known:
             self._move(1)  # learn what a token and a round cost
             return self.depth
-        rates = [rate_at(offers, costs, d) for d in range(self.max_depth + 1)]
+        rates = [
+            expected / MILLIONTHS / max(costs.step(most, depth), 1)
+            for depth, (expected, most) in enumerate(
+                zip(tokens.tolist(), rows.tolist(), strict=True)
+            )
+        ]
         best = max(range(len(rates)), key=lambda d: (rates[d], -d))
         self._since += 1
         if self._probing:
@@ -139,6 +164,16 @@ class AdaptiveDepth:
         self.threshold = costs.a_token * rates[self.depth]
         return self.depth
 
+    @property
+    def looks(self) -> bool:
+        """Whether the ranks offer anything this time: at depth 0 only now and then."""
+        return self.depth > 0 or self._off % LOOK == 0 or self._off + 1 >= PROBE
+
+    def pass_by(self) -> int:
+        """A step in which somebody decodes and nobody looks."""
+        self._off += 1
+        return self.depth
+
     def _move(self, depth: int) -> None:
         if depth != self.depth:
             self.depth, self._since = depth, 0
@@ -148,23 +183,17 @@ class AdaptiveDepth:
 
 class FixedDepth:
     """`--speculate mtp:3`: the same depth whenever anybody decodes; sequences draft what they have
-    room for."""
+    room for. Nothing of it is agreed."""
 
     def __init__(self, depth: int) -> None:
-        assert depth >= 0
+        assert depth >= 1
         self.max_depth = self.depth = depth
-        self.threshold = 0.0
-        self.predicted = 1.0
 
-    def offer(self, reach: Doubles, room: Counts, most: int) -> Offer:
-        return make_offer(reach[:, : self.max_depth], room, 0.0, most)
-
-    def allot(self, reach: Doubles, room: Counts, most: int) -> Counts:
-        # Not by chance: a chance measured as 0 is no reason here.
-        return allot(np.maximum(reach[:, : self.max_depth], 1e-9), room, self.depth, 0.0, most)
-
-    def agree(self, offers: Seq[Offer], costs: Costs) -> int:
-        if any(offer.rows[0] for offer in offers):
-            before = rate_at(offers, costs, 0)
-            self.predicted = rate_at(offers, costs, self.depth) / before if before else 1.0
-        return self.depth
+    def share(self, room: Seq[int], most: int) -> list[int]:
+        """Drafts of each sequence. room: what limits and blocks allow; most: in all. Who has least
+        is given first."""
+        counts = [min(x, self.depth) for x in room]
+        while sum(counts) > max(most, 0):
+            deepest = max(counts)
+            counts[len(counts) - 1 - counts[::-1].index(deepest)] -= 1
+        return counts

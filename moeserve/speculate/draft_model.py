@@ -60,6 +60,7 @@ class DraftModelDrafter:
 
     name = "draft"
     wants_hidden = False
+    runs_ahead = False
 
     def __init__(
         self,

@@ -51,13 +51,15 @@ class DraftAsk:
 
 class Drafter(Protocol):
     """name: as in `--speculate`. max_depth: tokens along a path that it can draft. collective,
-    wants_hidden: see above. max_nodes: of a tree; as many as max_depth where it drafts chains."""
+    wants_hidden: see above. max_nodes: of a tree; as many as max_depth where it drafts chains.
+    runs_ahead: it writes to the sequence's own blocks, behind its tokens (`mtp.most_within`)."""
 
     name: str
     max_depth: int
     max_nodes: int
     collective: bool
     wants_hidden: bool
+    runs_ahead: bool
 
     def propose(
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None

@@ -53,6 +53,7 @@ class EagleDrafter:
     name = "eagle"
     collective = False
     wants_hidden = True
+    runs_ahead = False
 
     def __init__(
         self,

@@ -91,6 +91,7 @@ class MedusaDrafter:
     name = "medusa"
     collective = False
     wants_hidden = True
+    runs_ahead = False
 
     def __init__(
         self,

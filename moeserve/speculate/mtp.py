@@ -17,27 +17,34 @@ they are: the last latent of a shared block was made with another sequence's nex
 change a draft and never an output.
 
 Several MTP layers: the first one is fed back, as with one. Needs blocks up to the position
-len(tokens) - 2 + depth of each ask.
+len(tokens) - 3 + most of each ask (`most_within`).
 
 Shape letters: D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from models.interface import CausalLM, PagedKVCache
+from models.interface import ForwardBatch, ForwardOutput, PagedKVCache
 from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
 from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
+
+
+def most_within(num_tokens: int, num_positions: int) -> int:
+    """Drafts that a sequence of so many known tokens and positions with blocks may be asked for:
+    the row of the last draft but one is the last to be written."""
+    return max(num_positions - num_tokens + 2, 0)
 
 
 @dataclass
@@ -48,22 +55,36 @@ class _Known:
     end: int
 
 
+class Rounds(Protocol):
+    """Who runs the layer: a CausalLM, or the engine's runner."""
+
+    def draft(
+        self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, cache: PagedKVCache
+    ) -> ForwardOutput: ...
+
+
+def _unheard(number: int, num_rows: int) -> None:
+    pass
+
+
 class MtpDrafter:
-    """layer: of the cache, where the MTP layer's latents lie (`PagedKVCache.layers` index)."""
+    """layer: of the cache, where the MTP layer's latents lie (`PagedKVCache.layers` index).
+    begin_round hears, before each round, its number and this rank's rows."""
 
     name = "mtp"
-    collective = True
-    wants_hidden = True
+    collective = wants_hidden = runs_ahead = True
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Rounds,
         cache: PagedKVCache,
         layer: int,
         hidden_size: int,
         max_depth: int = 8,
         rule: Rule = Rule.SAME,
+        begin_round: Callable[[int, int], None] = _unheard,
     ) -> None:
+        self._begin_round = begin_round
         self._model, self._cache, self._rule = model, cache, rule
         self._pages = cache.layers[layer]
         self._no_rows = self._pages.new_zeros(0, hidden_size)
@@ -75,19 +96,22 @@ class MtpDrafter:
     def propose(
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
     ) -> list[DraftTree]:
-        """See Drafter: chains. max_tokens: the caller has told the dispatcher."""
+        """See Drafter: chains. max_tokens: whoever hears of rounds has told the dispatcher."""
         depth = min(depth, self.max_depth)
         self.failure = None
         chains = Chains(asks, self._rule)
         rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
         for number in range(depth):
             batch = rows.batch(self._cache.block_size, self._pages.device)
+            self._begin_round(number, batch.num_tokens)
             out = self._model.draft(batch, hidden, batch.token_ids, self._cache)
             last, keep = out.hidden[batch.logits_rows], []
             try:
                 keep = chains.extend(rows.going, out.logits)
             except Exception as error:  # peers are in the next round: so must this rank be
                 self.failure = one_line(error)
+            if number + 1 == depth:
+                break
             hidden = last[keep] if keep else self._no_rows.to(last.dtype)
             going, rows = [rows.going[place] for place in keep], RoundRows()
             for i in going:

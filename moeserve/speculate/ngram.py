@@ -63,6 +63,7 @@ class NgramDrafter:
     name = "ngram"
     collective = False
     wants_hidden = False
+    runs_ahead = False
 
     def __init__(
         self,

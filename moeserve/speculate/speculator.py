@@ -1,0 +1,274 @@
+"""Speculator: one rank's speculation in the engine's step.
+
+    offer (in the vote) -> agreed -> forward -> judged (before commit) -> draft (after it) -> timed
+
+Drafts are made at a step's end, from what it computed, and lie with their sequences until the next
+step verifies them. Law 1: the depth, and with it the number of collective rounds, is agreed;
+`draft` is called on every rank in every step with a forward, whatever became of its requests.
+
+Knows: the drafter, how deep to draft, what came of it. Knows nothing of how votes travel.
+
+Shape letters: T rows of the step, D hidden, K largest depth, R ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.errors import one_line
+from moeserve.plan import StepPlan, StepResult
+from moeserve.runner import ModelRunner
+from moeserve.scheduler import Scheduler
+from moeserve.sequence import Sequence
+from moeserve.speculate.acceptance import Acceptance, mean_rate, predicted_speedup
+from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth
+from moeserve.speculate.cost_model import CostModel, Costs
+from moeserve.speculate.drafter import DraftAsk, Drafter
+from moeserve.speculate.mtp import most_within
+from moeserve.speculate.run_limits import draft_room
+from moeserve.speculate.verify import Rule
+from moeserve.wire_speculation import SpeculationStats
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Of the step, by all ranks: the most rows of any; whether none computes prompt tokens."""
+
+    max_tokens: int = 0
+    decode_only: bool = False
+
+
+class Speculator:
+    """policy: how deep. rank 0 measures costs for all."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        policy: AdaptiveDepth | FixedDepth,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        rank: int = 0,
+        rule: Rule = Rule.SAME,
+    ) -> None:
+        self.drafter, self.policy, self.rule = drafter, policy, rule
+        self.acceptance = Acceptance(policy.max_depth)
+        self.costs = CostModel()
+        self._runner, self._scheduler, self._rank = runner, scheduler, rank
+        self._step = Agreed()
+        self._max_next = 0  # sequences of any rank that may draft in this step
+        self._num_decode_rows = 0
+        self.depth = 0
+        self.num_rounds = self.num_failures = 0
+        self.seconds = self.last_seconds = 0.0
+        self.failure: str | None = None
+        self._temperatures = 0.0
+        scheduler.on_gone = self._gone
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    @property
+    def num_columns(self) -> int:
+        """Of a vote."""
+        return 1 if isinstance(self.policy, FixedDepth) else 2 * (self.policy.max_depth + 1) + 3
+
+    def offer(self, plan: StepPlan) -> Seq[int]:
+        """This rank's columns: first the sequences that may draft at the step's end."""
+        num, policy = len(plan.sampled), self.policy
+        if isinstance(policy, FixedDepth):
+            return (num,)
+        costs = self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)
+        told = (costs.fixed, costs.a_token, costs.a_round)
+        if not num or not policy.looks:
+            return (num, *(0,) * (2 * policy.max_depth + 1), *told)
+        members = [plan.sequences[i] for i in plan.sampled]
+        reach = self.acceptance.reaches([s.request_id for s in members])
+        # The step adds a token at least, and the target one to the drafts.
+        room = np.array([s.max_output_tokens - s.num_output_tokens - 2 for s in members])
+        offer = policy.offer(reach, room, self._scheduler.limits.token_budget - num)
+        return (*offer.rows, *offer.expected, *told)
+
+    def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
+        """columns [R, num_columns]: of all ranks."""
+        self._step = Agreed(max_tokens, decode_only)
+        self._max_next = int(columns[:, 0].max())
+        policy = self.policy
+        if not self._max_next:
+            self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
+        elif isinstance(policy, FixedDepth):
+            self.depth = policy.depth
+        elif policy.looks:
+            width = policy.max_depth + 1
+            tokens = columns[:, width : 2 * width].sum(axis=0)
+            costs = Costs(*columns[0, 2 * width :].tolist())
+            self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
+        else:
+            self.depth = policy.pass_by()
+        self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def judged(self, plan: StepPlan, result: StepResult) -> None:
+        """Before the commit, after which some of these sequences are gone."""
+        for j, verdict in result.verdicts.items():
+            i = plan.sampled[j]
+            sequence, tree = plan.sequences[i], plan.trees[i]
+            self.acceptance.add(sequence.request_id, tree.depth, verdict.num_accepted)
+            self._temperatures += sequence.temperature
+
+    def draft(self, plan: StepPlan, hidden: Tensor, result: StepResult | None) -> None:
+        """After the commit. hidden [T, D]: of the step's rows. result None: there was none, and the
+        plan's sequences are gone. What it raises, peers may wait for."""
+        self.last_seconds = 0.0
+        if not self.depth:
+            return
+        start = time.perf_counter()
+        verdicts = {} if result is None else result.verdicts
+        asks, self._num_decode_rows = self._asks(plan, hidden, result)
+        for j, verdict in verdicts.items():
+            i = plan.sampled[j]
+            if plan.sequences[i].lease is not None:
+                rejected = plan.trees[i].num_nodes - verdict.num_accepted
+                self.drafter.settle(plan.sequences[i], verdict.num_accepted, rejected)
+        trees = self.drafter.propose(asks, self.depth, self._step.max_tokens)
+        for ask, tree in zip(asks, trees, strict=True):
+            if not tree.num_nodes:
+                continue
+            if not ask.sequence.stop_ids.isdisjoint(tree.tokens):
+                tree = tree.cut(self.depth, ask.sequence.stop_ids)
+            ask.sequence.drafts = tree
+        failure = getattr(self.drafter, "failure", None)
+        if failure is not None:
+            self._note(failure)
+        self.num_rounds += self.depth
+        self.last_seconds = time.perf_counter() - start
+        self.seconds += self.last_seconds
+
+    def begin_round(self, number: int, num_rows: int) -> None:
+        """For drafters that run collective rounds: hears of each before it."""
+        first = number == 0
+        self._runner.begin_round(
+            self._step.max_tokens if first else self._max_next,
+            self._step.decode_only,
+            num_rows,
+            self._num_decode_rows if first else num_rows,
+        )
+
+    def warm_up(self) -> None:
+        """Rounds of no rows. Collective where the drafter is."""
+        self._step, self._max_next = Agreed(), 0
+        self.drafter.propose([], 2, 0)
+
+    def timed(self, seconds: float) -> None:
+        """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
+        if self._step.decode_only:
+            rounds = self.depth if self.last_seconds else 0
+            self.costs.add(
+                self._step.max_tokens, seconds - self.last_seconds, rounds, self.last_seconds
+            )
+
+    def failed(self, error: Exception) -> None:
+        """Drafting failed on this rank, where no peer waits for it: its drafts are lost."""
+        for sequence in self._scheduler.running:
+            sequence.drafts = None
+            self.drafter.forget([sequence.request_id])
+        self._note(one_line(error))
+
+    # -- what shows ----------------------------------------------------------------------------
+
+    def stats(self) -> SpeculationStats:
+        counters, acceptance = self._scheduler.counters, self.acceptance
+        runs = acceptance.num_runs
+        ratio = self.costs.costs().ratio()
+        predicted = 1.0
+        if runs and self.depth and self.costs.is_known:
+            rate = mean_rate(acceptance.reach(), self.depth)
+            predicted = predicted_speedup(rate, self.depth, ratio)
+        return SpeculationStats(
+            drafter=self.drafter.name,
+            rule=self.rule.value,
+            depth=self.depth,
+            adaptive=isinstance(self.policy, AdaptiveDepth),
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            runs=runs,
+            drafted=tuple(acceptance.drafted.tolist()),
+            accepted=tuple(acceptance.accepted.tolist()),
+            temperature=self._temperatures / runs if runs else 0.0,
+            predicted=predicted,
+            cost_ratio=ratio,
+            rounds=self.num_rounds,
+            seconds=self.seconds,
+            failures=self.num_failures,
+            failure=self.failure,
+            memory_bytes=self.drafter.memory_bytes(),
+        )
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _asks(
+        self, plan: StepPlan, hidden: Tensor, result: StepResult | None
+    ) -> tuple[list[DraftAsk], int]:
+        """Of the plan's sequences that go on; and the rows of them that were decoded."""
+        if result is None:
+            return [], 0
+        most = self._allot(plan)
+        verdicts = {plan.sampled[j]: verdict for j, verdict in result.verdicts.items()}
+        wants_hidden = self.drafter.wants_hidden
+        asks: list[DraftAsk] = []
+        num_decode_rows, decodes = 0, set(plan.decodes)
+        firsts = [0, *accumulate(plan.counts)]
+        # Decodes first, so that load is told by phase (`StepRecorder.begin_round`).
+        for i in [*plan.decodes, *(i for i in range(len(plan.sequences)) if i not in decodes)]:
+            sequence, start, first = plan.sequences[i], plan.starts[i], firsts[i]
+            if sequence.lease is None:
+                continue
+            num = sequence.num_computed_tokens - start
+            if i in decodes:
+                num_decode_rows += num
+            rows: Tensor | None = None
+            if wants_hidden:
+                verdict = verdicts.get(i)
+                if verdict is None or plan.trees[i].is_chain:
+                    rows = hidden[first : first + num]
+                else:
+                    rows = hidden[[first + row for row in verdict.rows[:num]]]
+            asks.append(DraftAsk(sequence, most.get(i, 0), start, rows))
+        return asks, num_decode_rows
+
+    def _allot(self, plan: StepPlan) -> dict[int, int]:
+        """Drafts at most, of those whose next token is chosen in the next step."""
+        able = [i for i in plan.sampled if plan.sequences[i].lease is not None]
+        if not able:
+            return {}
+        members = [plan.sequences[i] for i in able]
+        room = [self._room(sequence) for sequence in members]
+        left = self._scheduler.limits.token_budget - len(able)
+        policy = self.policy
+        if isinstance(policy, FixedDepth):
+            return dict(zip(able, policy.share(room, left), strict=True))
+        reach = self.acceptance.reaches([s.request_id for s in members])
+        counts = policy.allot(reach, np.array(room), left)
+        return dict(zip(able, counts.tolist(), strict=True))
+
+    def _room(self, sequence: Sequence) -> int:
+        room = draft_room(sequence, self.depth)
+        if not self.drafter.runs_ahead:
+            return room
+        assert sequence.lease is not None
+        owned = len(sequence.lease.table.ids) * self._scheduler.cache.block_size
+        return min(room, most_within(sequence.num_tokens, owned))
+
+    def _gone(self, request_id: str) -> None:
+        self.acceptance.forget([request_id])
+        self.drafter.forget([request_id])
+
+    def _note(self, failure: str) -> None:
+        self.num_failures += 1
+        self.failure = failure
