@@ -9,6 +9,7 @@ Shape letters: T tokens, D hidden, H heads, c kv_lora_rank, r rope dim, n nope d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,21 @@ class ReferenceOutput:
     routing: list[list[frozenset[int]]]
 
 
+class _Tree:
+    """Where the rows of one sequence stand: positions [T]; hidden [T, T]: row i does not see row j.
+    parents[i] < i: the row that row i follows, -1 for the first; None: each follows the last."""
+
+    def __init__(self, num_rows: int, parents: Seq[int] | None) -> None:
+        parents = range(-1, num_rows - 1) if parents is None else parents
+        self.positions = torch.zeros(num_rows)
+        self.hidden = torch.ones(num_rows, num_rows, dtype=torch.bool)
+        for row, parent in enumerate(parents):
+            self.hidden[row, row] = False
+            if parent >= 0:
+                self.hidden[row] &= self.hidden[parent]
+                self.positions[row] = self.positions[parent] + 1
+
+
 class ReferenceModel:
     """Reads tensors when they are needed. check `config.num_mtp_layers` before `draft`."""
 
@@ -36,18 +52,26 @@ class ReferenceModel:
         self.config = DeepSeekConfig.from_hf(checkpoint_dir) if config is None else config
         self._index = SafetensorsIndex.open(checkpoint_dir)
 
-    def forward(self, tokens: list[int]) -> ReferenceOutput:
-        """Logits of every position of one sequence."""
+    def forward(self, tokens: list[int], parents: Seq[int] | None = None) -> ReferenceOutput:
+        """Logits of every row of one sequence, which may end in a tree of drafts (`_Tree`)."""
         c = self.config
+        tree = _Tree(len(tokens), parents)
         x = self._tensor("model.embed_tokens.weight")[torch.tensor(tokens, dtype=torch.long)]
         routing: list[list[frozenset[int]]] = []
         for layer in range(c.num_hidden_layers):
-            x = self._layer(x, f"model.layers.{layer}.", layer < c.first_k_dense_replace, routing)
+            dense = layer < c.first_k_dense_replace
+            x = self._layer(x, f"model.layers.{layer}.", dense, tree, routing)
         hidden = _rms(x, self._tensor("model.norm.weight"), c.rms_norm_eps)
         head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
         return ReferenceOutput(hidden @ self._tensor(head).T, hidden, routing)
 
-    def draft(self, hidden: Tensor, next_tokens: list[int], depth: int = 0) -> ReferenceOutput:
+    def draft(
+        self,
+        hidden: Tensor,
+        next_tokens: list[int],
+        depth: int = 0,
+        parents: Seq[int] | None = None,
+    ) -> ReferenceOutput:
         """MTP layer `depth` over a whole sequence: hidden [T, D] from `forward` (after its final
         norm) and each row's next token; row i's logits predict the token after next_tokens[i]."""
         c = self.config
@@ -57,7 +81,7 @@ class ReferenceModel:
         state = _rms(hidden, self._tensor(p + "hnorm.weight"), c.rms_norm_eps)
         x = torch.cat((embedded, state), dim=-1) @ self._tensor(p + "eh_proj.weight").T
         routing: list[list[frozenset[int]]] = []
-        x = self._layer(x, p, False, routing)
+        x = self._layer(x, p, False, _Tree(len(next_tokens), parents), routing)
         out = _rms(x, self._tensor(p + "shared_head.norm.weight"), c.rms_norm_eps)
         return ReferenceOutput(
             out @ self._tensor(p + "shared_head.head.weight").T, out, routing
@@ -65,16 +89,18 @@ class ReferenceModel:
 
     # -- parts -----------------------------------------------------------------------------
 
-    def _layer(self, x: Tensor, p: str, dense: bool, routing: list[list[frozenset[int]]]) -> Tensor:
+    def _layer(
+        self, x: Tensor, p: str, dense: bool, tree: _Tree, routing: list[list[frozenset[int]]]
+    ) -> Tensor:
         eps = self.config.rms_norm_eps
         normed = _rms(x, self._tensor(p + "input_layernorm.weight"), eps)
-        x = x + self._attention(normed, p + "self_attn.")
+        x = x + self._attention(normed, p + "self_attn.", tree)
         normed = _rms(x, self._tensor(p + "post_attention_layernorm.weight"), eps)
         if dense:
             return x + self._mlp(normed, p + "mlp.")
         return x + self._moe(normed, p + "mlp.", routing)
 
-    def _attention(self, x: Tensor, p: str) -> Tensor:
+    def _attention(self, x: Tensor, p: str, tree: _Tree) -> Tensor:
         """Naive form: keys and values of each head written out."""
         c = self.config
         n, r, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
@@ -88,17 +114,15 @@ class ReferenceModel:
         latent, k_rope = kv[:, : c.kv_lora_rank], kv[:, c.kv_lora_rank :]
         latent = _rms(latent, self._tensor(p + "kv_a_layernorm.weight"), c.latent_norm_eps)
         wide = latent @ self._tensor(p + "kv_b_proj.weight").T
-        k_rope = self._rotate(k_rope)
-        length = x.shape[0]
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        k_rope = self._rotate(k_rope, tree.positions)
         heads = []
         for h in range(c.num_attention_heads):
             q_head = q[:, h * (n + r) : (h + 1) * (n + r)]
-            q_head = torch.cat((q_head[:, :n], self._rotate(q_head[:, n:])), dim=1)
+            q_head = torch.cat((q_head[:, :n], self._rotate(q_head[:, n:], tree.positions)), dim=1)
             kv_head = wide[:, h * (n + v) : (h + 1) * (n + v)]
             keys = torch.cat((kv_head[:, :n], k_rope), dim=1)
             scores = q_head @ keys.T * self._softmax_scale()
-            chance = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+            chance = torch.softmax(scores.masked_fill(tree.hidden, -math.inf), dim=-1)
             heads.append(chance @ kv_head[:, n:])
         return torch.cat(heads, dim=1) @ self._tensor(p + "o_proj.weight").T
 
@@ -110,7 +134,7 @@ class ReferenceModel:
             return scale
         return scale * (0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1) ** 2
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, r]: pair j of the token at position t turns by t * frequency j."""
         c = self.config
         r = c.qk_rope_head_dim
@@ -118,7 +142,7 @@ class ReferenceModel:
         out = torch.empty_like(x)
         for j in range(r // 2):
             first, second = (2 * j, 2 * j + 1) if c.rope.interleaved else (j, j + r // 2)
-            angle = torch.arange(x.shape[0], dtype=torch.float32) * self._frequency(j)
+            angle = positions * self._frequency(j)
             cos, sin = angle.cos() * factor, angle.sin() * factor
             out[:, first] = x[:, first] * cos - x[:, second] * sin
             out[:, second] = x[:, first] * sin + x[:, second] * cos
