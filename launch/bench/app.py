@@ -35,7 +35,7 @@ class _BenchGroup(Group):
 bench_app = typer.Typer(
     name="bench",
     cls=_BenchGroup,
-    help="Measure: a server under load, a checkpoint offline, the two all-to-alls of a layer.",
+    help="Measure: a server under load, a checkpoint offline, speculation, a layer's all-to-alls.",
     epilog="`bench CHECKPOINT` is `bench offline CHECKPOINT`.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -140,6 +140,78 @@ def offline(
 
     lengths = (prompt_length, output_length, prefill_length)
     Bench(batch, *lengths, repeat, record_experts, json, trace).run(given)
+
+
+@bench_app.command(cls=Command)
+@with_settings(
+    OFFLINE,
+    without=(
+        *("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
+        "speculate.method",
+    ),
+)
+def speculate(
+    given: Given,
+    speculate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOW",
+            help="A drafter, as of serve; give it again for more of them "
+            r"[dim]\[default: mtp:auto][/]",
+        ),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,...", help="Depths of drafters that name none, such as 1,2,4 or 2,auto"
+        ),
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="N,...", help="Sequences at once, over all ranks")
+    ] = "1",
+    prompt_length: Annotated[str, typer.Option(metavar="N", help="Tokens a prompt")] = "48",
+    output_length: Annotated[str, typer.Option(metavar="N", help="Tokens an answer")] = "64",
+    temperature: Annotated[str, typer.Option(metavar="X", help="Of sampling; 0 is greedy")] = "0",
+    repeat: Annotated[
+        str, typer.Option(metavar="N", help="Pairs of runs a row; the median counts")
+    ] = "5",
+    warmup: Annotated[
+        str, typer.Option(metavar="N", help="Pairs before them, that do not count")
+    ] = "1",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help=r"Text that prompts are cut from [dim]\[default: the checkpoint's heldout/][/]",
+        ),
+    ] = None,
+    seed: Annotated[
+        str, typer.Option(metavar="N", help="Of all that is drawn: prompts, samples")
+    ] = "0",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture too; ends in .png or .svg")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+) -> None:
+    """Speed-up of decode by drafts against none, in pairs; acceptance by position; and the speed-up
+    that Leviathan's theorem predicts from it. Exit code 1: tokens differ."""
+    from launch.bench.speculate import SpeculateBench
+    from launch.bench.speculate_flags import DRAFTERS, SpeculateFlags
+
+    flags = SpeculateFlags(
+        speculate=tuple(speculate or DRAFTERS),
+        k=k,
+        batch=batch,
+        repeat=repeat,
+        warmup=warmup,
+        prompt_length=prompt_length,
+        output_length=output_length,
+        temperature=temperature,
+        seed=seed,
+        prompts=prompts,
+        plot=plot,
+    )
+    SpeculateBench(flags, json).run(given)
 
 
 @bench_app.command(cls=Command, epilog=DISPATCH_EXAMPLES)

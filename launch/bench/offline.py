@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.bench.machine import cpu_name
+from launch.bench.room import with_room
 from launch.bench.screen import last_line, wide_console
 from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
@@ -40,9 +41,15 @@ PARTS = (
     "other",
     "sampling",
     "lockstep",
+    "drafting",
     "host",
 )
-BESIDE_MODEL = ("sampling", "lockstep", "host")  # what the engine does before and after a forward
+BESIDE_MODEL = (
+    "sampling",
+    "lockstep",
+    "drafting",
+    "host",
+)  # what the engine does before and after a forward
 
 
 @dataclass(frozen=True)
@@ -132,22 +139,7 @@ class Bench:
             ("schedule", "max_model_len"): max(tokens, self.prefill_length + 1),
             ("cache", "kv_tokens"): room,
         }
-        problems = []
-        for (section, field), need in needs.items():
-            part = getattr(config, section)
-            value = getattr(part, field)
-            if field in part.model_fields_set and value < need:
-                problems.append(f"{section}.{field}={value}: this benchmark needs {need}")
-            elif field == "kv_tokens" and part.kv_memory is not None:
-                continue
-            elif value is None or value < need:
-                if field == "max_model_len":
-                    continue  # the model's own; build_engine checks against it
-                part = part.model_copy(update={field: need})
-                config = config.model_copy(update={section: part})
-        if problems:
-            raise ConfigError(problems)
-        return config
+        return with_room(config, needs)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -257,7 +249,7 @@ class _TimedEngine:
         forward = whole.pop("forward", 0.0)
         inside = sum(spent for part, spent in whole.items() if part not in BESIDE_MODEL)
         whole["other"] = whole.get("other", 0.0) + max(forward - inside, 0.0)  # calling the model
-        beside = whole.get("sampling", 0.0) + whole.get("lockstep", 0.0)
+        beside = sum(whole.get(part, 0.0) for part in ("sampling", "lockstep", "drafting"))
         whole["host"] = max(seconds - forward - beside, 0.0)
         return _Run(made / seconds, seconds / len(chosen), len(chosen), whole)
 

@@ -1,0 +1,128 @@
+"""What `bench speculate` found, as a table and as JSON. Knows rows (`speculate_figures`) and rich;
+nothing of how they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch.bench.screen import wide_console
+from launch.bench.speculate_flags import Asked
+from moeserve.terminal import counted
+
+FORMAT = "moeserve bench speculate 1"
+SHOWN = 5  # positions in the table
+TOLD = ("speedup", "acceptance", "predicted", "mean_accepted", "tokens_per_step", "same_tokens")
+
+
+@dataclass(frozen=True)
+class Result:
+    """rows: as measured. prompts: where they come from, in words. rule: same or rejection."""
+
+    asked: Asked
+    rows: list[dict[str, Any]]
+    checkpoint: str
+    ep: int
+    rule: str
+    prompts: str
+    info: dict[str, Any]
+    machine: dict[str, Any]
+
+    def made_on(self) -> str:
+        m = self.machine
+        changed = ", with changes" if m.get("changed") else ""
+        commit = f", moeserve commit {m['commit']}{changed}" if m["commit"] else ""
+        return f"{m['cpu']}, {counted(m['cores'], 'core')}, torch {m['torch']}{commit}"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The first row's figures stand at the top too: for the one drafter of a usual call."""
+    asked, first = result.asked, result.rows[0]
+    return {
+        "format": FORMAT,
+        "checkpoint": result.checkpoint,
+        "drafter": first["drafter"],
+        "depth": first["depth"],
+        "batch": first["batch"],
+        "ep": result.ep,
+        "temperature": asked.temperature,
+        **{name: first[name] for name in TOLD},
+        "rule": result.rule,
+        "prompt_length": asked.prompt_length,
+        "output_length": asked.output_length,
+        "repeat": asked.repeat,
+        "seed": asked.seed,
+        "prompts": result.prompts,
+        "rows": [{**row, "ep": result.ep, "temperature": asked.temperature} for row in result.rows],
+        "info": {k: v for k, v in result.info.items() if k not in ("notes", "kv_plan")},
+        "machine": result.machine,
+        "commit": result.machine["commit"],
+    }
+
+
+def show(result: Result) -> None:
+    """The table on stdout, and what must be known to read it."""
+    from rich.table import Table
+
+    asked = result.asked
+    table = Table(
+        title=f"{result.checkpoint}: speculation against none, ep {result.ep}, temperature "
+        f"{asked.temperature:g}"
+    )
+    for name in ("batch", "drafter", "k", "speed-up", "least-most", "predicted"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    table.add_column(f"accepted (T={asked.temperature:g})", no_wrap=True)
+    for name in ("a run", "tokens a step", "round / step", "verify / step", "same tokens"):
+        table.add_column(name, justify="right")
+    batch = result.rows[0]["batch"]
+    for row in result.rows:
+        if row["batch"] != batch:
+            table.add_section()
+            batch = row["batch"]
+        table.add_row(*_cells(row))
+    console = wide_console()
+    console.print(table)
+    for line in told(result):
+        console.print(line, highlight=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    depth = row["depth"]
+    return [
+        str(row["batch"]),
+        row["drafter"],
+        f"auto ({row['mean_depth']:.1f})" if depth == "auto" else str(depth),
+        f"{row['speedup']:.2f}",
+        f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
+        f"{row['predicted']:.2f}",
+        _by_position(row["acceptance"]),
+        f"{row['mean_accepted']:.2f}",
+        f"{row['tokens_per_step']:.2f}",
+        f"{row['cost_ratio']:.2f}",
+        f"{row['verify_ratio']:.2f}",
+        {True: "yes", False: "NO", None: "-"}[row["same_tokens"]],
+    ]
+
+
+def _by_position(shares: list[float]) -> str:
+    shown = " ".join(f"{x:.2f}" for x in shares[:SHOWN])
+    return (shown or "nothing drafted") + (" ..." if len(shares) > SHOWN else "")
+
+
+def told(result: Result) -> list[str]:
+    """Sentences below the table."""
+    asked = result.asked
+    lengths = f"{asked.prompt_length}+{asked.output_length} tokens"
+    lines = [
+        f"decode of {counted(asked.repeat, 'pair')} a row, {lengths}, prompts: {result.prompts}; "
+        "speed-up: median of the pairs, one right after the other",
+        f"accepted: share of the drafts at each position of a run, at temperature "
+        f"{asked.temperature:g}; a run: drafts accepted in it; tokens a step: of a sequence",
+        "predicted: (1 - a^(k+1)) / ((1 - a)(1 + c k)), a as measured, c = round / step; it takes "
+        "verifying k + 1 tokens to cost a step of one (verify / step says what it cost)",
+    ]
+    if result.rule != "same":
+        lines.append(
+            f"rule {result.rule}: other tokens than without drafts are right, not compared"
+        )
+    return [*lines, result.made_on()]
