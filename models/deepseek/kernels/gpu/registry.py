@@ -19,6 +19,8 @@ MODULES: tuple[str, ...] = (
     "gate",
     "sort_pairs",
     "permute",
+    "sampling",
+    "row_peaks",
 )
 
 

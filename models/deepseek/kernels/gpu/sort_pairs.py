@@ -89,8 +89,8 @@ def place_kernel(
     slots, before, starts, pair_rows, index, pairs, num_slots, top_k, capacity,
     chunk: tl.constexpr,
 ):  # fmt: skip
-    """slots [TK] int32, before [C, e], starts [e + 1] -> pair_rows [Q] int32 (where pairs are, only),
-    index [TK] int64. Bytes: 16TK + 4Ce. One program a chunk."""
+    """slots [TK] int32, before [C, e], starts [e + 1] -> pair_rows [Q] int32, only where pairs
+    are, index [TK] int64. Bytes: 16TK + 4Ce. One program a chunk."""
     first = tl.program_id(0) * chunk
     i, j = tl.arange(0, chunk), tl.arange(0, chunk)
     slot = tl.load(slots + first + i, mask=first + i < pairs, other=-1)
