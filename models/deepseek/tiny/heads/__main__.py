@@ -1,6 +1,6 @@
-"""Train the bundled checkpoint's drafters: corpus, own text, features, EAGLE, Medusa, figures.
+"""Train the bundled checkpoint's drafters: corpus, own text, features, the three, figures.
 
-    python -m models.deepseek.tiny.heads WORK checkpoints/tiny [--only eagle,medusa]
+    python -m models.deepseek.tiny.heads WORK checkpoints/tiny [--only eagle,medusa,draft]
 
 What lies in WORK already (corpus, windows, features) is not made again. Everything is drawn from
 seeds and one thread computes, so the same machine gets the same weights. Needs what the recipe of
@@ -17,16 +17,20 @@ from pathlib import Path
 import torch
 
 from ..corpus import MissingSource
+from ..network import Network
 from ..release import load
+from .draft import draft_loss, make_draft, read_draft, write_draft
 from .eagle import EagleNet
 from .evaluate import figures, write_figures
 from .features import make_windows, write_corpus
-from .files import make_head, read_head, write_head
+from .files import Head, make_head, read_head, write_head
+from .medusa import MedusaNet
 from .train import eagle_loss, fit, medusa_loss
 
-KINDS = ("eagle", "medusa")
+KINDS = ("eagle", "medusa", "draft")
 SEED = 31
-DEPTH = 5  # to which an EAGLE head is measured; it can draft deeper
+PEAKS = {"eagle": 2e-3, "medusa": 2e-3, "draft": 3e-3}  # learning rates
+DEPTH = 5  # to which EAGLE and the draft model are measured; they can draft deeper
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,11 +38,11 @@ def parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").splitlines()[0]
     options = argparse.ArgumentParser(description=first)
     options.add_argument("work", type=Path, help="work folder (about 1 GB)")
-    options.add_argument("checkpoint", type=Path, help="the target; heads go into its folder")
+    options.add_argument("checkpoint", type=Path, help="the target; drafters go into its folder")
     options.add_argument("--only", default=",".join(KINDS), help="kinds, comma-separated")
-    options.add_argument("--steps", type=int, default=500, help="training steps of each head")
+    options.add_argument("--steps", type=int, default=500, help="training steps of each")
     options.add_argument("--groups", type=int, default=24, help="of 256 windows to learn from")
-    options.add_argument("--out", type=Path, help="folder of the heads, if not the checkpoint's")
+    options.add_argument("--out", type=Path, help="where to, if not the target's folder")
     return options
 
 
@@ -58,15 +62,23 @@ def main() -> None:
     weight = net.lm_head.detach().bfloat16()
     for kind in kinds:
         torch.manual_seed(SEED)
-        head = make_head(kind, net)
+        folder, depth = (args.out or args.checkpoint) / kind, DEPTH
+        head = make_draft() if kind == "draft" else make_head(kind, net)
         if isinstance(head, EagleNet):
-            drafts, depth = eagle_loss(head, weight), DEPTH
-        else:
+            drafts = eagle_loss(head, weight)
+        elif isinstance(head, MedusaNet):
             drafts, depth = medusa_loss(head, weight), head.heads
-        curve = fit(head, drafts, windows, args.steps, args.work / f"{kind}.log.jsonl")
-        folder = (args.out or args.checkpoint) / kind
-        size = write_head(head, folder, net.s.vocab_size)
-        found = figures(net, read_head(kind, net, folder), args.checkpoint, depth)
+        else:
+            drafts = draft_loss(head, weight)
+        log = args.work / f"{kind}.log.jsonl"
+        curve = fit(head, drafts, windows, args.steps, log, PEAKS[kind])
+        if isinstance(head, Network):
+            size = write_draft(head, folder, args.checkpoint)
+            made: Head | Network = read_draft(folder)
+        else:
+            size = write_head(head, folder, net.s.vocab_size)
+            made = read_head(kind, net, folder)
+        found = figures(net, made, args.checkpoint, depth)
         found["training"] = {"steps": args.steps, "windows": windows.count, **curve[-1]}
         write_figures(found, folder / "eval.json")
         print(f"{folder}: {size / 1e6:.2f} MB, acceptance {found['acceptance']}", end=", ")

@@ -1,4 +1,4 @@
-"""How well drafts of a head are accepted: greedy service on held-out prompts, run after run.
+"""How well a drafter's drafts are accepted: greedy service on held-out prompts, run after run.
 
 The target goes on greedily from held-out text; at each position the head drafts as it would there,
 and what is accepted is counted as the engine counts it: a draft counts as refused behind a refused
@@ -26,6 +26,7 @@ from .generate import continuations
 
 OUTPUT = 160  # tokens that the target adds to each prompt
 PROMPTS = 8  # of each kind of text
+Drafter = Head | Network
 SOURCES = ("bible", "chat", "pydoc", "python", "shakespeare", "wordnet")
 
 
@@ -42,9 +43,12 @@ def held_out_prompts(checkpoint: Path, length: int = PROMPT, each: int = PROMPTS
 
 
 @torch.inference_mode()
-def choices(head: Head, weight: Tensor, tokens: Tensor, hidden: Tensor, depths: int) -> Tensor:
+def choices(head: Drafter, weight: Tensor, tokens: Tensor, hidden: Tensor, depths: int) -> Tensor:
     """tokens [B, S + 1], hidden [B, S, D] of all but the last -> drafts [K, B, S]: what depth d
     says of the token d + 2 places after each position, drafts above it being right."""
+    if isinstance(head, Network):  # a draft model: what it says of the text up to there
+        said = (head(tokens[:, :-1], None)[0] @ head.lm_head.t()).argmax(-1)
+        return torch.stack([torch.roll(said, -1 - d, 1) for d in range(depths)])
     if isinstance(head, EagleNet):
         # Pass j stands j rows further on: its row i belongs to the run that began at i - j.
         found = head(tokens[:, 1:], hidden, depths)
@@ -80,7 +84,7 @@ def runs(right: Tensor, start: int, depth: int) -> tuple[list[int], list[int], i
     return drafted, accepted, number
 
 
-def figures(net: Network, head: Head, checkpoint: Path, depth: int) -> dict[str, Any]:
+def figures(net: Network, head: Drafter, checkpoint: Path, depth: int) -> dict[str, Any]:
     """All figures, as plain data."""
     prompts = held_out_prompts(checkpoint)
     tokens = continuations(net, prompts, OUTPUT)
@@ -108,7 +112,7 @@ def figures(net: Network, head: Head, checkpoint: Path, depth: int) -> dict[str,
     }
 
 
-def _teacher_forced(net: Network, head: Head, checkpoint: Path, depth: int) -> list[float]:
+def _teacher_forced(net: Network, head: Drafter, checkpoint: Path, depth: int) -> list[float]:
     """By depth: how often the draft is the target's choice there, over held-out text itself."""
     tokens = held_out_prompts(checkpoint, 257, 4)
     weight = net.lm_head.detach().bfloat16()
