@@ -23,7 +23,7 @@ MAX_EXPERTS = 1024  # 32 registers a thread for each of some rows of values
 RENORM_FLOOR = 1e-20
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def choose_kernel(
     parts, bias, ids, weights, tokens, experts, scale,
     num_parts: tl.constexpr, groups: tl.constexpr, group: tl.constexpr,

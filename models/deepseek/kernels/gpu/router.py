@@ -28,7 +28,7 @@ BLOCK_E = 64  # experts: the rows of a matrix instruction, for every number of t
 MANY_TILES = 96  # from here on a program sums all parts: most of a GPU has work without
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def router_kernel(
     x, weight, out, x_stride, weight_stride, tokens, experts, hidden,
     part: tl.constexpr, block_k: tl.constexpr, block_e: tl.constexpr, block_t: tl.constexpr,

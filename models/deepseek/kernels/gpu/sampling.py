@@ -142,7 +142,7 @@ def _mass_before(probs, edge, edge_id, vocab, tile: tl.constexpr):
 def _after_kth(probs, k, vocab, tile: tl.constexpr, digit: tl.constexpr):
     """The edge behind the k-th token in order (k < vocab): its probability, its id + 1."""
     lane, value = tl.arange(0, tile), tl.arange(0, digit)
-    prefix = 0  # the digits found so far
+    prefix = k * 0  # the digits found so far
     left = k  # how many of those that share them are still to be taken
     level = 0  # how many there are of the last one
     for step in tl.static_range(3):

@@ -42,7 +42,7 @@ class PairLayout:
     index: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def count_kernel(slots, counts, pairs, num_slots, chunk: tl.constexpr, block_e: tl.constexpr):
     """slots [TK] int32 -> counts [C, e] int32. Bytes: 4TK + 4Ce. One program a chunk."""
     at = tl.program_id(0) * chunk + tl.arange(0, chunk)
@@ -54,7 +54,7 @@ def count_kernel(slots, counts, pairs, num_slots, chunk: tl.constexpr, block_e: 
         tl.store(counts + tl.program_id(0) * num_slots + mine, here, mask=mine < num_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def scan_kernel(
     counts, starts, ends, totals, chunks, num_slots, alignment, capacity,
     block_c: tl.constexpr, block_e: tl.constexpr,
@@ -84,7 +84,7 @@ def scan_kernel(
     tl.store(starts + num_slots, tl.sum(room, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def place_kernel(
     slots, before, starts, pair_rows, index, pairs, num_slots, top_k, capacity,
     chunk: tl.constexpr,
