@@ -102,6 +102,15 @@ class Engine:
         """Drop all idle cached blocks -> how many."""
         return self.scheduler.cache.tree.clear()
 
+    def use_speculator(self, speculator: Speculator | None) -> None:
+        """Draft with this one from the next step on, or not at all: on every rank between the same
+        two steps, while no rank has work (bench)."""
+        assert not self.has_work, "drafters change while there is no work"
+        self.speculator = speculator
+        self.scheduler.ahead = 0
+        self.scheduler.on_gone = None if speculator is None else speculator.gone
+        self.lockstep = self.lockstep.of_width(speculator.num_columns if speculator else 0)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work

@@ -143,6 +143,12 @@ class Lockstep:
         self._all_np: NDArray[np.int64] = self._all.numpy()
         self._finished = time.monotonic()
 
+    def of_width(self, num_drafting: int) -> Lockstep:
+        """The same one, its steps numbered on, with so many columns of `Vote.drafting`."""
+        other = Lockstep(self._group, num_drafting)
+        other._step = self._step
+        return other
+
     @property
     def age(self) -> float:
         """Seconds since the last agreement: the watchdog's number."""

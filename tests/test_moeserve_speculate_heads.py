@@ -118,6 +118,25 @@ def test_medusa_reads_published_names_from_either_container(tmp_path: Path) -> N
     assert torch.equal(named[2].out, pickled[2].out) and len(named) == 3
 
 
+def test_medusa_heads_may_share_the_targets_projection() -> None:
+    """As with a projection of their own that is the target's; a left-over one is refused."""
+    shared, own = random(V, D, seed=6), medusa_tensors()
+    own |= {f"medusa_head.{i}.1.weight": shared for i in range(3)}
+    bare = {k: x for k, x in own.items() if "linear" in k}
+    config: dict[str, object] = {"medusa_num_heads": 3, "original_lm_head": True}
+    heads = load_medusa(HeadFile(bare, config, "x", ("medusa_head.",)), D, V)
+    hidden = random(4, D, seed=3)
+    got = medusa_logits(heads, hidden, lambda x: x @ shared.T)
+    full = HeadFile(own, {"medusa_num_heads": 3}, "x", ("medusa_head.",))
+    torch.testing.assert_close(got, medusa_logits_slowly(load_medusa(full, D, V), hidden))
+    drafter = MedusaDrafter(heads, logits_of=lambda x: x @ shared.T)
+    assert drafter.memory_bytes() == sum(x.nbytes for x in bare.values())
+    asks = [DraftAsk(sequence(temperature=0.0), 3, 0, hidden)]
+    assert drafter.propose(asks, 3)[0].tokens == tuple(got[:, -1].argmax(-1).tolist())
+    with pytest.raises(ConfigError, match="is not known"):
+        load_medusa(HeadFile(own, config, "x", ("medusa_head.",)), D, V)
+
+
 def medusa_drafter(max_nodes: int | None = None, rule: Rule = Rule.SAME) -> MedusaDrafter:
     file = HeadFile(medusa_tensors(), {"medusa_num_heads": 3}, "x", ("medusa_head.",))
     return MedusaDrafter(load_medusa(file, D, V), max_nodes, rule)

@@ -123,7 +123,7 @@ def _measure(
     from launch.bench.steps import StepProgress
 
     driver = Driver(engine, Sampling(asked.temperature, asked.seed, asked.output_length))
-    off = Arm(engine, None)
+    off = Arm()
     cells = asked.cells()
     total = len(cells) * (asked.warmup + asked.repeat)
     progress = StepProgress(shown=engine.group.rank == 0, stages=True, unit=" pairs")
@@ -144,7 +144,7 @@ def _measure(
             progress(where, done, total)
     finally:
         progress.close()
-    off.take_over()
+    engine.use_speculator(None)
     return rows
 
 
@@ -159,7 +159,7 @@ def _arm(engine: Engine, config: ServeConfig, cell: Cell) -> Arm:
     if plan is None:
         raise ConfigError(problems)
     scheduler = engine.scheduler
-    return Arm(engine, open_speculator(plan, engine.runner, scheduler, engine.group.rank))
+    return Arm(open_speculator(plan, engine.runner, scheduler, engine.group.rank))
 
 
 def _with(config: ServeConfig, method: str) -> ServeConfig:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ep.group import gather_objects
 from launch.bench.speculate_figures import Run, Tokens
-from moeserve.lockstep import Lockstep
 from moeserve.request import Request, SamplingParams
 from moeserve.speculate.setting import MAX_DEPTH
 
@@ -22,21 +21,11 @@ if TYPE_CHECKING:
     from moeserve.speculate.speculator import Speculator
 
 
+@dataclass(eq=False)
 class Arm:
-    """A way to run the engine: with this speculator, or with none. All ranks switch between the
-    same two runs."""
+    """A way to run the engine: with this speculator, or with none."""
 
-    def __init__(self, engine: Engine, speculator: Speculator | None) -> None:
-        self._engine, self.speculator = engine, speculator
-        self._lockstep = Lockstep(engine.group, speculator.num_columns if speculator else 0)
-        self._on_gone = engine.scheduler.on_gone if speculator else None
-
-    def take_over(self) -> None:
-        engine = self._engine
-        assert not engine.has_work, "drafters change between runs"
-        self._lockstep._step = engine.lockstep._step  # steps are numbered on
-        engine.speculator, engine.lockstep = self.speculator, self._lockstep
-        engine.scheduler.on_gone, engine.scheduler.ahead = self._on_gone, 0
+    speculator: Speculator | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,7 @@ class Driver:
     def run(self, arm: Arm, prompts: Sequence[tuple[int, ...]]) -> Run:
         """One batch, dealt over the ranks."""
         engine, group = self._engine, self._engine.group
-        arm.take_over()
+        engine.use_speculator(arm.speculator)
         engine.reset_prefix_cache()
         self._number += 1
         texts: Tokens = {}

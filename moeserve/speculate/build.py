@@ -148,7 +148,7 @@ def _drafter(
     plan: SpeculatePlan, runner: ModelRunner, model: Any, begin_round: Callable[[int, int], None]
 ) -> Drafter:
     rule, depth = plan.rule, plan.depth
-    if isinstance(plan.heads, EagleHead):
+    if plan.heads is not None:
         weights = model.weights
 
         def logits_of(features: Any) -> Any:
@@ -157,9 +157,9 @@ def _drafter(
             rows = features.to(model.dtype)
             return model.kernels.linear(rows, weights.head, out_dtype=torch.float32)
 
-        return EagleDrafter(plan.heads, weights.embed, logits_of, depth, rule=rule)
-    if plan.heads is not None:
-        return MedusaDrafter(plan.heads[:depth], rule=rule)
+        if isinstance(plan.heads, EagleHead):
+            return EagleDrafter(plan.heads, weights.embed, logits_of, depth, rule=rule)
+        return MedusaDrafter(plan.heads[:depth], rule=rule, logits_of=logits_of)
     if plan.wish.name == "ngram":
         return NgramDrafter(model.config.vocab_size, depth)
     layer = model.config.num_hidden_layers

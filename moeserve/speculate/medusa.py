@@ -3,7 +3,8 @@
 Head i: a few residual blocks x + silu(W x + b) over the target's last hidden state, then a
 projection to the vocabulary; it predicts the token i + 2 places after the state's own, where the
 target's head predicts the next. No KV, one round, not collective. Published names, with or without
-"medusa_head." in front: `{i}.{l}.linear.weight`, `{i}.{l}.linear.bias`, `{i}.{L}.weight`.
+"medusa_head." in front: `{i}.{l}.linear.weight`, `{i}.{l}.linear.bias`, `{i}.{L}.weight`; without
+the last where config.json says `original_lm_head`: all heads share the target's projection then.
 
 Knows: heads, hidden states. Knows nothing of the target's layers.
 
@@ -12,7 +13,7 @@ Shape letters: H heads, L blocks a head, A rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +30,27 @@ from moeserve.speculate.tree import DraftTree, chain, product_tree
 from moeserve.speculate.verify import Rule
 
 PREFIXES = ("medusa_head.",)
+Logits = Callable[[Tensor], Tensor]  # [m, D] -> [m, V] fp32
 
 
 @dataclass(frozen=True)
 class MedusaHead:
-    """blocks: L of (weight [D, D], bias [D]); out [V, D]."""
+    """blocks: L of (weight [D, D], bias [D]); out [V, D], None: the target's."""
 
     blocks: tuple[tuple[Tensor, Tensor], ...]
-    out: Tensor
+    out: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [x for pair in self.blocks for x in pair]
+        return found if self.out is None else [*found, self.out]
 
 
 def load_medusa(file: HeadFile, hidden_size: int, vocab_size: int) -> tuple[MedusaHead, ...]:
     """ConfigError if names or shapes are not those of heads for such a target."""
     num = int(file.number("medusa_num_heads"))
     layers = int(file.number("medusa_num_layers", 1))
+    shared = file.config.get("original_lm_head") is True
     heads = []
     for i in range(num):
         blocks = tuple(
@@ -52,7 +60,8 @@ def load_medusa(file: HeadFile, hidden_size: int, vocab_size: int) -> tuple[Medu
             )
             for n in range(layers)
         )
-        heads.append(MedusaHead(blocks, file.take(f"{i}.{layers}.weight", vocab_size, hidden_size)))
+        out = None if shared else file.take(f"{i}.{layers}.weight", vocab_size, hidden_size)
+        heads.append(MedusaHead(blocks, out))
     file.done()
     return tuple(heads)
 
@@ -61,32 +70,40 @@ def read_medusa(folder: str | Path, hidden_size: int, vocab_size: int) -> tuple[
     return load_medusa(HeadFile.read(folder, PREFIXES), hidden_size, vocab_size)
 
 
-def medusa_logits(heads: Seq[MedusaHead], hidden: Tensor) -> Tensor:
-    """hidden [A, D] -> [H, A, V] fp32."""
+def medusa_logits(
+    heads: Seq[MedusaHead], hidden: Tensor, logits_of: Logits | None = None
+) -> Tensor:
+    """hidden [A, D] -> [H, A, V] fp32. logits_of: the target's, for heads that share it."""
     out = []
     for head in heads:
-        x = hidden.to(head.out.dtype)
+        x = hidden.to(head.tensors[0].dtype) if head.tensors else hidden
         for weight, bias in head.blocks:
             x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, weight, bias))
-        out.append(torch.nn.functional.linear(x, head.out).float())
+        if head.out is not None:
+            out.append(torch.nn.functional.linear(x, head.out).float())
+        else:
+            assert logits_of is not None, "heads without a projection want the target's"
+            out.append(logits_of(x))
     return torch.stack(out)
 
 
 def medusa_logits_slowly(heads: Seq[MedusaHead], hidden: Tensor) -> Tensor:
-    """The twin: one row and one output at a time, in fp32."""
-    out = torch.zeros(len(heads), hidden.shape[0], heads[0].out.shape[0])
+    """The twin: one row and one output at a time, in fp32; of heads with projections."""
+    outs = [head.out for head in heads if head.out is not None]
+    out = torch.zeros(len(heads), hidden.shape[0], outs[0].shape[0])
     for i, head in enumerate(heads):
         for a in range(hidden.shape[0]):
             x = hidden[a].float()
             for weight, bias in head.blocks:
                 y = torch.stack([(row.float() * x).sum() for row in weight]) + bias.float()
                 x = x + y / (1 + torch.exp(-y))
-            out[i, a] = torch.stack([(row.float() * x).sum() for row in head.out])
+            out[i, a] = torch.stack([(row.float() * x).sum() for row in outs[i]])
     return out
 
 
 class MedusaDrafter:
-    """max_nodes above the number of heads: trees of the best products, `width` tokens a depth."""
+    """max_nodes above the number of heads: trees of the best products, `width` tokens a depth.
+    logits_of: see `medusa_logits`."""
 
     name = "medusa"
     collective = False
@@ -99,8 +116,10 @@ class MedusaDrafter:
         max_nodes: int | None = None,
         rule: Rule = Rule.SAME,
         width: int = 8,
+        logits_of: Logits | None = None,
     ) -> None:
         self._heads, self._rule, self._width = tuple(heads), rule, width
+        self._logits_of = logits_of
         self.max_depth = len(self._heads)
         self.max_nodes = max_nodes or self.max_depth
 
@@ -117,7 +136,7 @@ class MedusaDrafter:
         if not able or depth <= 0:
             return trees
         rows = torch.stack([hidden[-1] for i in able if (hidden := asks[i].hidden) is not None])
-        logits = medusa_logits(self._heads[:depth], rows)
+        logits = medusa_logits(self._heads[:depth], rows, self._logits_of)
         if self.max_nodes > self.max_depth:
             best = torch.softmax(logits, dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
             values, ids = best.values.tolist(), best.indices.tolist()
@@ -149,6 +168,4 @@ class MedusaDrafter:
         """Nothing is remembered."""
 
     def memory_bytes(self) -> int:
-        return sum(
-            x.nbytes for h in self._heads for x in (h.out, *(t for pair in h.blocks for t in pair))
-        )
+        return sum(x.nbytes for head in self._heads for x in head.tensors)

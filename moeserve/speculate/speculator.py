@@ -69,7 +69,7 @@ class Speculator:
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
         self._temperatures = 0.0
-        scheduler.on_gone = self._gone
+        scheduler.on_gone = self.gone
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -265,7 +265,8 @@ class Speculator:
         owned = len(sequence.lease.table.ids) * self._scheduler.cache.block_size
         return min(room, most_within(sequence.num_tokens, owned))
 
-    def _gone(self, request_id: str) -> None:
+    def gone(self, request_id: str) -> None:
+        """The sequence has ended or lost its blocks."""
         self.acceptance.forget([request_id])
         self.drafter.forget([request_id])
 
