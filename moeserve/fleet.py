@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ep.placement import ExpertPlacement
-from moeserve import wire
+from moeserve import speculation_report, wire
 from moeserve.wire_experts import PlacementInUse
 
 RECENT_REPORTS = 12  # of expert load, every few seconds while there is work
@@ -207,6 +207,15 @@ class Fleet:
             return None
         masked = {r for x in self.ranks if x.stats is not None for r in x.stats.masked_ranks}
         return told | {"masked_ranks": sorted(masked)}
+
+    def speculation(self) -> dict[str, object] | None:
+        """Who drafts, how deep, and what came of it on all ranks; None: off, or not ready yet."""
+        ready = self.ranks[0].ready
+        planned = None if ready is None else ready.info.get("speculate")
+        told = [x.stats.speculation for x in self.ranks if x.stats is not None]
+        return speculation_report.report(
+            planned if isinstance(planned, dict) else None, [x for x in told if x is not None]
+        )
 
     def launch(self) -> dict[str, object] | None:
         """How the job was started: by what, on which nodes over which interfaces, how often again;

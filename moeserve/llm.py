@@ -52,6 +52,8 @@ class RequestOutput:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_accepted: int = 0  # of token_ids, those that were drafted (speculation)
+    num_rejected: int = 0  # drafts that are none of them
     error: str | None = None
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -221,6 +223,15 @@ class _Run:
         if new.prompt_logprobs is not None:
             out.prompt_logprobs = new.prompt_logprobs
         out.num_cached_tokens, out.num_preemptions = new.num_cached_tokens, new.num_preemptions
+        before = len(out.token_ids)
+        more = self._take_tokens(new, now)
+        accepted = min(new.num_accepted, len(out.token_ids) - before)
+        out.num_accepted += accepted
+        out.num_rejected += new.num_rejected + new.num_accepted - accepted
+        return more
+
+    def _take_tokens(self, new: TokenOutput, now: float) -> bool:
+        out = self.output
         for i, token in enumerate(new.token_ids):
             if not out.token_ids:
                 out.first_token_seconds = now

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from moeserve.expert_metrics import expert_series
 from moeserve.request import FinishReason
+from moeserve.speculation_metrics import speculation_series
 
 if TYPE_CHECKING:
     from moeserve.client import EngineClient
@@ -217,6 +218,8 @@ class _FleetCollector(Collector):
         yield from expert_series(fleet)
         yield from _dispatch(client)
         yield from _rebalancing(client)
+        told = [(rank, x.stats.speculation) for rank, x in states if x.stats is not None]
+        yield from speculation_series([(rank, x) for rank, x in told if x is not None])
 
 
 def _dispatch(client: EngineClient) -> Iterator[Metric]:

@@ -85,6 +85,7 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
+        self.num_accepted = self.num_rejected = 0  # drafts of these tokens, and those that are none
         self.finish_reason: str | None = None
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
@@ -112,7 +113,7 @@ class Choice:
         self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        last = len(output.token_ids) - 1
+        last, before = len(output.token_ids) - 1, self.num_tokens
         for position, token_id in enumerate(output.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token_id)
@@ -128,6 +129,9 @@ class Choice:
                 self.num_reasoning_tokens += 1
             if self._cut:
                 break
+        accepted = min(output.num_accepted, self.num_tokens - before)
+        self.num_accepted += accepted
+        self.num_rejected += output.num_rejected + output.num_accepted - accepted
         if not self._cut and output.finish_reason is not None:
             self._show(delta, self._detokenizer.flush())
         if self._cut or output.finish_reason is not None:

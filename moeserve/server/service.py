@@ -76,7 +76,9 @@ class Job:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(x.num_reasoning_tokens for x in self.choices)
+                "reasoning_tokens": sum(x.num_reasoning_tokens for x in self.choices),
+                "accepted_prediction_tokens": sum(x.num_accepted for x in self.choices),
+                "rejected_prediction_tokens": sum(x.num_rejected for x in self.choices),
             },
         }
 

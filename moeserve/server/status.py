@@ -36,6 +36,7 @@ def health(service: Service) -> dict[str, Any]:
         "shared_expert_replicas": fleet.shared_replicas(),
         "dispatch": fleet.dispatch(),
         "rebalance": client.rebalancing.state(),
+        "speculation": fleet.speculation(),
         "launch": fleet.launch(),
         "ranks": [x.report() for x in fleet.ranks],
     }

@@ -1,0 +1,72 @@
+"""What users are told of speculation, summed over ranks.
+
+Acceptance says little without the temperature it was measured at: they stand together. Plain data;
+knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from moeserve.wire_speculation import SpeculationStats
+
+
+def sum_over_ranks(told: Sequence[SpeculationStats]) -> SpeculationStats | None:
+    """One for all ranks; None where none speculates. What is agreed, and costs, are rank 0's, which
+    stands first; the temperature is the mean over all runs."""
+    if not told:
+        return None
+    runs = sum(x.runs for x in told)
+    first = told[0]
+    failures = [x.failure for x in told if x.failure is not None]
+    return SpeculationStats(
+        drafter=first.drafter,
+        rule=first.rule,
+        depth=first.depth,
+        adaptive=first.adaptive,
+        drafted_tokens=sum(x.drafted_tokens for x in told),
+        accepted_tokens=sum(x.accepted_tokens for x in told),
+        runs=runs,
+        drafted=_columns(x.drafted for x in told),
+        accepted=_columns(x.accepted for x in told),
+        temperature=sum(x.temperature * x.runs for x in told) / runs if runs else 0.0,
+        predicted=first.predicted,
+        cost_ratio=first.cost_ratio,
+        rounds=first.rounds,
+        seconds=first.seconds,
+        failures=sum(x.failures for x in told),
+        failure=failures[0] if failures else None,
+        memory_bytes=sum(x.memory_bytes for x in told),
+    )
+
+
+def _columns(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*rows, strict=True))
+
+
+def by_position(stats: SpeculationStats) -> list[float]:
+    """Of the drafts at each position that has some, the share that was accepted."""
+    return [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True) if d]
+
+
+def report(
+    planned: dict[str, Any] | None, told: Sequence[SpeculationStats]
+) -> dict[str, Any] | None:
+    """planned: what a rank said when it was ready (`SpeculatePlan.report`); None: off."""
+    if planned is None:
+        return None
+    stats = sum_over_ranks(told)
+    if stats is None:
+        return planned
+    return planned | {
+        "current_depth": stats.depth,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "acceptance": [round(x, 4) for x in by_position(stats)],
+        "mean_accepted": round(stats.mean_accepted, 4),
+        "temperature": round(stats.temperature, 4),
+        "predicted_speedup": round(stats.predicted, 4),
+        "failures": stats.failures,
+        "failure": stats.failure,
+    }

@@ -1,0 +1,90 @@
+"""What tests of speculation share: requests that end in every way, a drafter that knows what comes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from moeserve.request import Request, SamplingParams
+from moeserve.sequence import Sequence
+from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.tree import DraftTree, chain
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"logprobs": 2},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.1, "top_p": 0.9, "seed": 4, "logprobs": 1},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.02, "seed": 5},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "logprobs": 0},
+    {"temperature": 0.9, "frequency_penalty": 0.7, "seed": 6},
+    {"logit_bias": {7: 3.0, 9: -2.0}, "min_tokens": 4},
+)
+
+
+def requests(vocab: int, num: int, length: int, most: int = 16) -> list[Request]:
+    """Prompts that share beginnings, every kind of sampling, outputs that end in every way. length:
+    the most positions of a sequence."""
+    rng = random.Random(5)
+    base = [rng.randrange(3, vocab) for _ in range(60)]
+    made = []
+    for i in range(num):
+        prompt = base[: rng.choice([0, 3, 17, 33, 48])]
+        prompt = [*prompt, *(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 10)))]
+        fields = dict(SAMPLINGS[i % len(SAMPLINGS)])
+        max_tokens = rng.randrange(max(1, fields.get("min_tokens", 1)), most)
+        if i % 5 == 4:
+            max_tokens = length  # the context ends it
+            prompt = [*prompt, *base][: length - rng.randrange(2, 14)]
+        if i % 3 == 1:  # a third of all tokens ends it
+            fields["stop_token_ids"] = tuple(range(i % 7, vocab, 9))
+        if i % 11 == 6:
+            fields["prompt_logprobs"] = 1
+        sampling = SamplingParams(
+            **{"temperature": 0.0, "ignore_eos": i % 2 == 0, "max_tokens": max_tokens} | fields
+        )
+        made.append(Request(request_id=f"{i}", prompt_token_ids=tuple(prompt), sampling=sampling))
+    return made
+
+
+class Oracle:
+    """Proposes what the plain run gave, wrong at a place that the request's state decides: always
+    right, always wrong and everything between. tree: siblings before and behind the right one."""
+
+    name = "oracle"
+    collective = runs_ahead = False
+    wants_hidden = True
+
+    def __init__(self, tokens: dict[str, list[int]], depth: int, vocab: int) -> None:
+        self.max_depth = self.max_nodes = depth
+        self._tokens, self._vocab = tokens, vocab
+        self.known: set[str] = set()
+
+    def propose(
+        self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
+    ) -> list[DraftTree]:
+        trees = []
+        for ask in asks:
+            sequence = ask.sequence
+            self.known.add(sequence.request_id)
+            assert ask.hidden is not None
+            assert ask.first + len(ask.hidden) == sequence.num_computed_tokens
+            done = sequence.num_output_tokens
+            coming = self._tokens[sequence.request_id][done : done + min(ask.most, depth)]
+            coming = [*coming, *[5] * (min(ask.most, depth) - len(coming))]
+            wrong = (done * 7 + sequence.arrival_index) % (depth + 2)
+            if wrong < len(coming):
+                coming[wrong] = (coming[wrong] + 1) % self._vocab
+            trees.append(chain(coming))
+        return trees
+
+    def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
+        assert sequence.num_computed_tokens == sequence.num_tokens - 1
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        self.known -= set(request_ids)
+
+    def memory_bytes(self) -> int:
+        return 0
