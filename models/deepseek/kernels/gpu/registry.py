@@ -21,6 +21,7 @@ MODULES: tuple[str, ...] = (
     "permute",
     "sampling",
     "row_peaks",
+    "dense",
 )
 
 
