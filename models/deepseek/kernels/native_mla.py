@@ -103,8 +103,10 @@ class NativeMla:
 
     def __call__(self, x: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows = x.shape[0]
-        if not 0 < num_rows <= MAX_FUSED_ROWS:
+        if num_rows > MAX_FUSED_ROWS:
             return self._by_parts(x, layer, batch)
+        if not num_rows:  # a rank without work, which others wait for
+            return x.new_empty((0, self.hidden))
         x = rows(x, "x", self.hidden, self.dtype)
         check_cache(layer, self._width, self.dtype)
         out = x.new_empty((num_rows, self.hidden))
