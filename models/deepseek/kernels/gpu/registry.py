@@ -15,6 +15,8 @@ MODULES: tuple[str, ...] = (
     "norm",
     "quant",
     "norm_quant",
+    "fp8_gemm",
+    "grouped_gemm",
     "router",
     "gate",
     "sort_pairs",
@@ -22,6 +24,7 @@ MODULES: tuple[str, ...] = (
     "sampling",
     "row_peaks",
     "dense",
+    "rope",
 )
 
 

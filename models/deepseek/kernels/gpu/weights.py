@@ -1,0 +1,163 @@
+"""Weights as the Triton kernels read them: rows as they are, experts as one bundle a slot.
+
+e4m3 keeps its codes and a scale for each 128x128. A bundle is gate, up and down and their scales in
+one run of bytes (law 3); its length is a whole number of rows of each matrix, so that all slots of
+a matrix are rows of one table with one pitch, as TMA wants them.
+
+Knows layouts. Knows nothing of checkpoints or kernels. Shape letters as in kernels/base.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
+from models.deepseek.kernels.errors import KernelArgumentError
+
+TMA_BYTES = 16  # what rows and tables must be multiples of
+
+
+def powers_of_two(scales: Tensor) -> bool:
+    """Whether all scales are: then activations are scaled by powers of two as well (UE8M0)."""
+    return bool((torch.frexp(scales).mantissa == 0.5).all())
+
+
+class TritonLinearWeight:
+    """A weight [N, C] as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes
+
+    def unpack(self) -> Tensor:
+        return self.weight
+
+
+class TritonFp8LinearWeight:
+    """codes [N, C] e4m3, scales [ceil(N/128), ceil(C/128)] fp32. A product with it is W8A8: rows
+    are quantised too, with a scale for each 128 channels, a power of two where the weight's are."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.scales, self.dtype = codes, scales, dtype
+        self.out_features, self.in_features = codes.shape
+        self.nbytes = codes.nbytes + scales.nbytes
+        self.ue8m0 = powers_of_two(scales)
+
+    @classmethod
+    def of(cls, rows: Fp8Rows, dtype: torch.dtype) -> TritonFp8LinearWeight | None:
+        """None where rows of one block have different scales."""
+        scales = rows.scales_of_groups(BLOCK)
+        if scales is None:
+            return None
+        codes = rows.values.view(torch.uint8).clone(memory_format=torch.contiguous_format)
+        return cls(codes.view(torch.float8_e4m3fn), scales.clone(), dtype)
+
+    def unpack(self) -> Tensor:
+        return dequantise_weight(self.codes, self.scales, self.dtype)
+
+
+class TritonExpertWeights:
+    """[e, 3 * I * D] of the model dtype: gate [I, D], up [I, D], down [D, I]."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
+        self.data = torch.zeros(num_slots, 3 * intermediate * hidden, dtype=dtype, device=device)
+        self.nbytes = self.data.nbytes
+        cut = 2 * intermediate * hidden
+        self.gate_up = self.data[:, :cut].unflatten(1, (2 * intermediate, hidden))
+        self.down = self.data[:, cut:].unflatten(1, (hidden, intermediate))
+
+    def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        for target, source in zip(self.fetch(slot), (gate, up, down), strict=True):
+            target.copy_(source)
+
+    def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views, so that store() can write through them."""
+        gate, up = self.gate_up[slot].chunk(2)
+        return gate, up, self.down[slot]
+
+    def bundle(self, slot: int) -> Tensor:
+        return self.data[slot].view(torch.uint8)
+
+
+class TritonFp8ExpertWeights:
+    """[e, bundle bytes]: codes of gate and up [2J, D], of down [D, J], their scales, then nothing.
+    J is I up to a multiple of 128, where gate, up and down are 0: so up begins with a block.
+
+    ue8m0 is what store_fp8 has seen: False where nothing was stored, so ranks should not begin
+    without an expert."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
+        self.dtype = dtype
+        self.padded = -(-intermediate // BLOCK) * BLOCK
+        wide, tall = (2 * self.padded, hidden), (hidden, self.padded)
+        codes = 3 * self.padded * hidden
+        scales_at = -(-codes // 4) * 4  # fp32 begins at a multiple of its size
+        grids = scale_shape(wide), scale_shape(tall)
+        room = math.lcm(hidden, self.padded, TMA_BYTES)
+        bundle = -(-(scales_at + 4 * sum(map(math.prod, grids))) // room) * room
+        self.data = torch.zeros(num_slots, bundle, dtype=torch.uint8, device=device)
+        self.nbytes = self.data.nbytes
+        cut = math.prod(wide)
+        e4m3, fp32 = self.data.view(torch.float8_e4m3fn), self.data.view(torch.float32)
+        self.gate_up = e4m3[:, :cut].unflatten(1, wide)
+        self.down = e4m3[:, cut:codes].unflatten(1, tall)
+        first, second = scales_at // 4, scales_at // 4 + math.prod(grids[0])
+        last = second + math.prod(grids[1])
+        self.gate_up_scales = fp32[:, first:second].unflatten(1, grids[0])
+        self.down_scales = fp32[:, second:last].unflatten(1, grids[1])
+        self._stored = self._others = False  # only ever set: slots are stored by several threads
+
+    @property
+    def ue8m0(self) -> bool:
+        return self._stored and not self._others
+
+    def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        raise KernelArgumentError("these experts are kept in e4m3: use store_fp8")
+
+    def store_fp8(self, slot: int, gate: Fp8Rows, up: Fp8Rows, down: Fp8Rows) -> None:
+        for (codes, scales), rows in zip(self._parts(slot), (gate, up, down), strict=True):
+            of_blocks = rows.scales_of_groups(BLOCK)
+            if of_blocks is None:
+                raise KernelArgumentError(f"scales differ among rows of one {BLOCK}")
+            codes.view(torch.uint8).copy_(rows.values.view(torch.uint8))
+            scales.copy_(of_blocks)
+            if not powers_of_two(of_blocks):
+                self._others = True
+        self._stored = True
+
+    def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = (
+            dequantise_weight(codes, scales, self.dtype) for codes, scales in self._parts(slot)
+        )
+        return gate, up, down
+
+    def bundle(self, slot: int) -> Tensor:
+        return self.data[slot]
+
+    def _parts(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """Views of codes [N, C] and scales of gate, up and down, without what pads them."""
+        blocks, rows = self.padded // BLOCK, self.intermediate
+        codes, scales = self.gate_up[slot], self.gate_up_scales[slot]
+        gate = codes[:rows], scales[:blocks]
+        up = codes[self.padded : self.padded + rows], scales[blocks:]
+        return [gate, up, (self.down[slot][:, :rows], self.down_scales[slot])]
