@@ -62,6 +62,14 @@ def test_silu_mul(dtype: torch.dtype, rows: int, width: int) -> None:
     assert close(silu_mul(in_poison(x)), silu_mul_twin(x), dtype)
 
 
+def test_silu_mul_of_some_rows() -> None:
+    """Rows beyond the limit are neither read nor written: the room keeps what it held."""
+    x = normal(5, 32)
+    x[3:] = float("nan")
+    limit = torch.tensor([3], dtype=torch.int32)
+    assert torch.equal(silu_mul(x, limit)[:3], silu_mul(x[:3]))
+
+
 def test_silu_of_large_values_is_finite() -> None:
     x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
     assert torch.equal(silu_mul(x), torch.tensor([[0.0, 0.0, 100.0, 1e4]]))

@@ -53,17 +53,23 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x, out, x_stride, out_stride, width, block: tl.constexpr):
-    """x [T, 2I], gate then up -> out [T, I] = silu(gate) * up, fp32 inside, one rounding. Bytes
-    (bf16): 6TI. Programs: rows by blocks of columns."""
+def silu_mul_kernel(
+    x, limit, out, x_stride, out_stride, width, block: tl.constexpr, limited: tl.constexpr
+):
+    """x [T, 2I], gate then up -> out [T, I] = silu(gate) * up, fp32 inside, one rounding. limited:
+    of the first limit[0] rows only. Bytes (bf16): 6TI. Programs: rows by blocks of columns."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < width
-    source = x + row * x_stride
-    gate = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + width + at, mask=inside, other=0.0).to(tl.float32)
-    value = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * out_stride + at, narrow(value, out.dtype.element_ty), mask=inside)
+    wanted = row >= 0
+    if limited:
+        wanted = row < tl.load(limit)
+    if wanted:
+        at = tl.program_id(1) * block + tl.arange(0, block)
+        inside = at < width
+        source = x + row * x_stride
+        gate = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + width + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        tl.store(out + row * out_stride + at, narrow(value, out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,8 +106,9 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     return out
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """x [T, 2I], gate's columns first -> [T, I] in x's dtype."""
+def silu_mul(x: Tensor, limit: Tensor | None = None) -> Tensor:
+    """x [T, 2I], gate's columns first -> [T, I] in x's dtype. limit [1] int32: only so many first
+    rows are read and written."""
     rows, both = x.shape
     if both % 2:
         raise ShapeRefused(f"x is {tuple(x.shape)}: must be [T, 2I], gate then up")
@@ -110,8 +117,9 @@ def silu_mul(x: Tensor) -> Tensor:
     if out.numel():
         grid = (rows, triton.cdiv(both // 2, SILU_BLOCK))
         silu_mul_kernel[grid](
-            x, out, x.stride(0), out.stride(0), both // 2, block=SILU_BLOCK, num_warps=4
-        )
+            x, x if limit is None else limit, out, x.stride(0), out.stride(0), both // 2,
+            block=SILU_BLOCK, limited=limit is not None, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -156,15 +164,17 @@ def compile_cases() -> list[CompileCase]:
                 wants=wide,
             )
         )  # fmt: skip
-    cases.append(
-        CompileCase(
-            silu_mul_kernel,
-            "silu_mul",
-            f"bf16 {SILU_BLOCK} w4",
-            {"x": "*bf16", "out": "*bf16", "x_stride": "i32", "out_stride": "i32", "width": "i32"},
-            {"block": SILU_BLOCK},
-            divisible=("x_stride", "out_stride", "width"),
-            wants=wide,
-        )
-    )
+    for limited in (False, True):
+        cases.append(
+            CompileCase(
+                silu_mul_kernel,
+                "silu_mul",
+                f"bf16 {SILU_BLOCK}{' limited' if limited else ''} w4",
+                {"x": "*bf16", "limit": "*i32", "out": "*bf16", "x_stride": "i32",
+                 "out_stride": "i32", "width": "i32"},
+                {"block": SILU_BLOCK, "limited": limited},
+                divisible=("x_stride", "out_stride", "width"),
+                wants=wide,
+            )
+        )  # fmt: skip
     return cases
