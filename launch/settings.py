@@ -132,6 +132,7 @@ FLAGS = (
         "off",
     ),
     Flag("speculate", "rule", "NAME", "How drafts are judged: same or rejection", "same"),
+    Flag("speculate", "nodes", "N", "Drafts in a tree of eagle or medusa, at most", "a chain"),
     Flag("server", "host", "ADDR", "Address to listen on", "127.0.0.1"),
     Flag("server", "port", "N", "Port to listen on; 0 takes any free one", "8000"),
     Flag("server", "max_queue", "N", "Requests in flight before 429", "512"),

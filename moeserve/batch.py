@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.interface import ForwardBatch
+from models.interface import ForwardBatch, ancestor_slots
 from moeserve.plan import StepPlan
 
 
@@ -74,6 +74,9 @@ def build_batch(
         row_of = np.repeat(rows, counts)
     blocks, offsets = np.divmod(positions, block_size)
     slots = tables[row_of, blocks].astype(np.int64) * block_size + offsets
+    ancestors: NDArray[np.int32] | None = None
+    if any(not tree.is_chain for tree in trees.values()):
+        positions, ancestors = _branches(plan, query_start, positions, slots)
     width = -(-max_context // block_size)
     block_tables = tables[rows, :width]  # [S, B], a copy
 
@@ -102,6 +105,7 @@ def build_batch(
         logits_rows=tensor(logits_rows),
         max_query_len=max_query,
         max_context_len=max_context,
+        ancestors=None if ancestors is None else tensor(ancestors),
     )
     return StepBatch(forward, num_chosen, tuple(p for p, _ in prompt_rows))
 
@@ -113,6 +117,27 @@ def _chosen_rows(plan: StepPlan, last: NDArray[np.int64]) -> NDArray[np.int64]:
         drafts = plan.trees[i].num_nodes if i in plan.trees else 0
         parts.append(np.arange(last[i] - drafts, last[i] + 1))
     return np.concatenate(parts)
+
+
+def _branches(
+    plan: StepPlan,
+    query_start: NDArray[np.int32],
+    places: NDArray[np.int64],
+    slots: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Nodes of trees lie one behind the other (places [T], slots [T]); their positions are those of
+    their depths -> positions [T], ancestors [T, W] (`ForwardBatch`)."""
+    positions = places.copy()
+    branching = {i: tree for i, tree in plan.trees.items() if not tree.is_chain}
+    width = max(tree.depth for tree in branching.values())
+    ancestors = np.full((len(places), width), -1, np.int32)
+    for i, tree in branching.items():
+        end = int(query_start[i + 1])
+        rows = slice(end - tree.num_rows, end)
+        positions[rows] = tree.positions(int(places[rows.start]))
+        for row, path in enumerate(ancestor_slots(tree.parents, slots[rows].tolist()), rows.start):
+            ancestors[row, : len(path)] = path
+    return positions, ancestors
 
 
 def _prompt_rows(

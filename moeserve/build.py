@@ -72,11 +72,12 @@ def build_engine(
     beside = {
         "dispatch_buffers": start.dispatchers.plan(group).total,
         "rebalance_staging": staging_bytes(config, group, model, start.placement),
-        "drafter": 0 if start.speculate is None else start.speculate.memory_bytes,
     }
-    plan = _plan_cache(
-        config, group, start, model.cache_spec.bytes_per_token(), opening.available, beside
-    )
+    bytes_per_token = model.cache_spec.bytes_per_token()
+    if start.speculate is not None:
+        beside["drafter"] = start.speculate.memory_bytes(start.dtype.itemsize)
+        bytes_per_token += start.speculate.cache_bytes(start.dtype.itemsize)
+    plan = _plan_cache(config, group, start, bytes_per_token, opening.available, beside)
     start.notes.append(plan.describe())
     pages = model.cache_spec.allocate(plan.num_blocks, plan.block_size, model.device)
     cache = BlockCache(

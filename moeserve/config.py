@@ -163,6 +163,8 @@ class SpeculateSection(Section):
     # same: a draft is accepted where the target would choose it; rejection: by Leviathan's rule,
     # more often at temperatures above 0, the same distribution, other tokens for a seed
     rule: Literal["same", "rejection"] = "same"
+    # Of a tree of drafts, where the drafter makes some (eagle, medusa); default: a chain
+    nodes: int | None = Field(None, ge=1, le=64)
 
     @field_validator("method")
     @classmethod

@@ -7,11 +7,20 @@ touches only this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
-from models.interface import CausalLM, ForwardBatch, ForwardOutput, PagedKVCache, largest_half
+from models.interface import (
+    CausalLM,
+    ForwardBatch,
+    ForwardOutput,
+    PagedKVCache,
+    copy_latents,
+    largest_half,
+)
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
@@ -20,7 +29,7 @@ from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
 from moeserve.recorder import StepRecorder
 from moeserve.speculate.tree import DraftTree
-from moeserve.speculate.verify import Rule, verify
+from moeserve.speculate.verify import Rule, Verdict, verify
 from moeserve.tracing import StepTracer
 
 _NO_DRAFTS = DraftTree()
@@ -115,6 +124,8 @@ class ModelRunner:
             return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)
         trees = [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]
         verdicts = verify(chosen, members, trees, self.rule)
+        if batch.forward.ancestors is not None:
+            self._straighten(plan, batch.forward, trees, verdicts)
         return StepResult(
             token_ids=[v.tokens[0] if v.tokens else -1 for v in verdicts],
             logprobs={j: v.logprobs[0] for j, v in enumerate(verdicts) if v.logprobs},
@@ -124,3 +135,27 @@ class ModelRunner:
                 j: v for j, (v, t) in enumerate(zip(verdicts, trees, strict=True)) if t.tokens
             },
         )
+
+    def _straighten(
+        self,
+        plan: StepPlan,
+        batch: ForwardBatch,
+        trees: Seq[DraftTree],
+        verdicts: Seq[Verdict],
+    ) -> None:
+        """Accepted nodes' latents go to the places where a chain's would lie: the next step reads
+        the sequence by position. What lay there belonged to nodes of other paths."""
+        old: list[int] = []
+        new: list[int] = []
+        slots, ends = batch.slot_mapping.tolist(), batch.query_start.tolist()
+        for i, tree, verdict in zip(plan.sampled, trees, verdicts, strict=True):
+            first = ends[i + 1] - tree.num_nodes  # of the nodes' rows
+            for place, node in enumerate(verdict.nodes):
+                if node != place:
+                    old.append(slots[first + node])
+                    new.append(slots[first + place])
+        if old:
+            device = batch.slot_mapping.device
+            copy_latents(
+                self.cache, torch.tensor(old, device=device), torch.tensor(new, device=device)
+            )

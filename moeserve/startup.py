@@ -119,8 +119,9 @@ def _resolve(
     dtype = _dtype(config, model, folder, notes)
     kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
-    cache = _check_lengths(config, model, dtype, with_mtp, problems)
     speculate = plan_speculation(config, model, problems)
+    beside = 0 if speculate is None else speculate.cache_bytes(dtype.itemsize)
+    cache = _check_lengths(config, model, dtype, with_mtp, beside, problems)
     placement = first_placement(config, model, group, with_mtp, problems)
     if placement is None or kernels is None:
         return None
@@ -140,7 +141,7 @@ def _resolve(
         deterministic=config.engine.deterministic,
         wire=rows.wire,
     )
-    drafts = 0 if speculate is None else speculate.depth
+    drafts = 0 if speculate is None else speculate.nodes
     offers.append(make_offer(config, group, dispatch, wish, drafts))
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
@@ -171,7 +172,7 @@ def _resolve(
     known = {
         "weights": min(plan.total_bytes, sum(plan.memory_bytes(dtype.itemsize).values())),
         "kv_cache": 0 if cache is None else cache.num_bytes,
-        "drafter": 0 if speculate is None else speculate.memory_bytes,
+        "drafter": 0 if speculate is None else speculate.memory_bytes(dtype.itemsize),
     }
     return StartUp(
         model,
@@ -232,9 +233,10 @@ def _check_lengths(
     model: DeepSeekConfig,
     dtype: torch.dtype,
     with_mtp: bool,
+    beside: int,
     problems: list[str],
 ) -> CachePlan | None:
-    """The cache, where its size was given."""
+    """The cache, where its size was given. beside: bytes a token that a drafter's cache has."""
     most = model.max_position_embeddings
     wanted = config.schedule.max_model_len
     if wanted is not None and wanted > most:
@@ -246,7 +248,8 @@ def _check_lengths(
         return None  # sized by what is available once the weights lie in place
     layers = model.num_hidden_layers + (model.num_mtp_layers if with_mtp else 0)
     try:
-        return size_cache(config, layers * model.cache_width * dtype.itemsize, most, 0, 1)
+        a_token = layers * model.cache_width * dtype.itemsize + beside
+        return size_cache(config, a_token, most, 0, 1)
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")
         return None

@@ -1,11 +1,16 @@
-"""What tests of speculation share: requests that end in every way, a drafter that knows what comes."""
+"""What tests of speculation share: requests that end in every way, a drafter that knows all."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from moeserve.request import Request, SamplingParams
 from moeserve.sequence import Sequence
@@ -57,8 +62,11 @@ class Oracle:
     collective = runs_ahead = False
     wants_hidden = True
 
-    def __init__(self, tokens: dict[str, list[int]], depth: int, vocab: int) -> None:
-        self.max_depth = self.max_nodes = depth
+    def __init__(
+        self, tokens: dict[str, list[int]], depth: int, vocab: int, nodes: int | None = None
+    ) -> None:
+        """nodes: of its trees; None: chains."""
+        self.max_depth, self.max_nodes = depth, nodes or depth
         self._tokens, self._vocab = tokens, vocab
         self.known: set[str] = set()
 
@@ -74,11 +82,34 @@ class Oracle:
             done = sequence.num_output_tokens
             coming = self._tokens[sequence.request_id][done : done + min(ask.most, depth)]
             coming = [*coming, *[5] * (min(ask.most, depth) - len(coming))]
-            wrong = (done * 7 + sequence.arrival_index) % (depth + 2)
+            key = done * 7 + sequence.arrival_index
+            wrong = key % (depth + 2)
             if wrong < len(coming):
                 coming[wrong] = (coming[wrong] + 1) % self._vocab
-            trees.append(chain(coming))
+            if self.max_nodes == self.max_depth:
+                trees.append(chain(coming))
+            else:
+                trees.append(self._tree(coming, key).keep(range(ask.most)))
         return trees
+
+    def _tree(self, coming: Seq[int], key: int) -> DraftTree:
+        """Each token among siblings, of which the first has a child; the parents' order differs."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        above = -1
+        for level, token in enumerate(coming):
+            place = (key + level) % 3
+            others = [(token + 1 + i) % self._vocab for i in range(2)]
+            first = len(tokens)
+            for sibling in [*others[:place], token, *others[place:]]:
+                if sibling == token:
+                    own = len(tokens)
+                tokens.append(sibling)
+                parents.append(above)
+            tokens.append((token * 3) % self._vocab)
+            parents.append(first if first != own else first + 1)
+            above = own
+        return DraftTree(tuple(tokens), tuple(parents))
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         assert sequence.num_computed_tokens == sequence.num_tokens - 1
@@ -88,3 +119,35 @@ class Oracle:
 
     def memory_bytes(self) -> int:
         return 0
+
+
+def write_heads(folder: Path, kind: str, hidden: int, vocab: int) -> Path:
+    """Random heads under their published names: "eagle" or "medusa"."""
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def put(name: str, *shape: int, one: bool = False) -> None:
+        made = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+        tensors[name] = made + 1 if one else made
+
+    config: dict[str, int]
+    if kind == "medusa":
+        config = {"medusa_num_heads": 4, "medusa_num_layers": 1}
+        for i in range(4):
+            put(f"{i}.0.linear.weight", hidden, hidden)
+            put(f"{i}.0.linear.bias", hidden)
+            put(f"{i}.1.weight", vocab, hidden)
+    else:
+        config = {"num_attention_heads": 2, "head_dim": 16, "intermediate_size": 32}
+        put("fc.weight", hidden, 2 * hidden)
+        for name in "qkv":
+            put(f"layers.0.self_attn.{name}_proj.weight", 32, hidden)
+        put("layers.0.self_attn.o_proj.weight", hidden, 32)
+        put("layers.0.post_attention_layernorm.weight", hidden, one=True)
+        for name in ("gate", "up"):
+            put(f"layers.0.mlp.{name}_proj.weight", 32, hidden)
+        put("layers.0.mlp.down_proj.weight", hidden, 32)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder

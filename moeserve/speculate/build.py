@@ -11,12 +11,23 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from dispatch import create_dispatcher
+from ep.group import EPGroup
+from ep.placement import ExpertPlacement
+from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
+from models.deepseek.errors import CheckpointError
+from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.select import create_kernels, fitting
+from models.deepseek.load import load_model
+from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+from moeserve.folder import read_model
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth
+from moeserve.speculate.draft_model import DraftModelDrafter, tokenizer_problems
 from moeserve.speculate.drafter import Drafter
 from moeserve.speculate.eagle import EagleHead, read_eagle
 from moeserve.speculate.eagle_drafter import EagleDrafter
@@ -26,25 +37,40 @@ from moeserve.speculate.ngram import NgramDrafter
 from moeserve.speculate.setting import MAX_DEPTH, SpeculateWish, read_speculate
 from moeserve.speculate.speculator import Speculator
 from moeserve.speculate.verify import Rule
+from moeserve.tokenizer import Tokenizer
 
-SUPPORTED = ("mtp", "ngram", "eagle", "medusa")
+TREES = ("eagle", "medusa")  # drafters that can make some
+DRAFT_ROWS = 2048  # of a draft model in a step: what it lacks of prompts comes in so many
 
 
 @dataclass(frozen=True)
 class SpeculatePlan:
-    """wish: what "auto" became, never off. heads: read already, of the drafters that have some.
-    depth: the most drafts behind each other. fingerprint: of what lies at the path."""
+    """wish: what "auto" became, never off. heads: read already, of the drafters that have some;
+    model: the draft model's config. depth: the most drafts behind each other; nodes: of a
+    sequence's tree. fingerprint: of what lies at the path. kernels: as asked for."""
 
     wish: SpeculateWish
     rule: Rule
     depth: int
+    nodes: int
     note: str
     heads: EagleHead | tuple[MedusaHead, ...] | None = None
+    model: DeepSeekConfig | None = None
     fingerprint: str = ""
+    kernels: str = "auto"
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of weights beside the model's."""
+    def cache_bytes(self, itemsize: int) -> int:
+        """A token of the pool: a draft model has as many positions as the target."""
+        if self.model is None:
+            return 0
+        return self.model.num_hidden_layers * self.model.cache_width * itemsize
+
+    def memory_bytes(self, itemsize: int) -> int:
+        """Of weights beside the model's. itemsize: of a value in the model's dtype."""
+        if self.model is not None:
+            assert self.wish.path is not None
+            parts = _preflight(self.wish.path, self.model).memory_bytes(itemsize)
+            return int(sum(parts.values()))
         if self.heads is None:
             return 0
         if isinstance(self.heads, EagleHead):
@@ -57,6 +83,7 @@ class SpeculatePlan:
             "drafter": self.wish.name,
             "depth": self.wish.depth,
             "max_depth": self.depth,
+            "max_nodes": self.nodes,
             "path": None if self.wish.path is None else self.wish.path.resolve().name,
             "rule": self.rule.value,
         }
@@ -67,6 +94,7 @@ class SpeculatePlan:
         return {
             "speculate.method": self.wish.without_path,
             "speculate.rule": self.rule.value,
+            "speculate.nodes": self.nodes,
             "speculate.files": self.fingerprint,
         }
 
@@ -92,12 +120,15 @@ def plan_speculation(
         )
         problems.append(f"{setting}: {lacks}; valid: ngram, eagle:PATH, medusa:PATH, draft:PATH")
         return None
-    if wish.name not in SUPPORTED:
-        problems.append(f"{setting}: not built yet; valid: {', '.join(SUPPORTED)}")
-        return None
     heads: EagleHead | tuple[MedusaHead, ...] | None = None
+    smaller: DeepSeekConfig | None = None
     most = MAX_DEPTH
-    if wish.path is not None:
+    if wish.name == "draft":
+        assert wish.path is not None
+        smaller = _draft_config(config, model, wish.path, setting, problems)
+        if smaller is None:
+            return None
+    elif wish.path is not None:
         read = read_eagle if wish.name == "eagle" else read_medusa
         heads = _heads(read, wish.path, model, setting, problems)
         if heads is None:
@@ -110,15 +141,32 @@ def plan_speculation(
         )
         return None
     depth = wish.depth or most
+    nodes = config.speculate.nodes
+    if nodes is not None and wish.name not in TREES:
+        problems.append(
+            f"speculate.nodes={nodes}: {wish.name} drafts chains; trees are for "
+            f"{' and '.join(TREES)}"
+        )
+        return None
+    if nodes is not None and nodes < depth:
+        problems.append(
+            f"speculate.nodes={nodes}: a tree {depth} deep has at least {depth}; nearest valid: "
+            f"{depth}, or a K of {nodes}"
+        )
+        return None
+    nodes = nodes or depth
     how = f"{depth} deep" if wish.depth else f"as deep as pays, at most {depth}"
-    note = f"speculate: {wish.name}{why}, {how}; rule {rule.value}"
-    rows = config.schedule.max_num_sequences * (1 + depth)
+    tree = f", in trees of at most {nodes}" if nodes > depth else ""
+    note = f"speculate: {wish.name}{why}, {how}{tree}; rule {rule.value}"
+    rows = config.schedule.max_num_sequences * (1 + nodes)
     if rows > config.schedule.token_budget:
         note += (
-            f"; {config.schedule.max_num_sequences} sequences with {depth} drafts each are {rows} "
+            f"; {config.schedule.max_num_sequences} sequences with {nodes} drafts each are {rows} "
             f"tokens, more than --token-budget {config.schedule.token_budget}: drafts are cut then"
         )
-    return SpeculatePlan(wish, rule, depth, note, heads, _fingerprint(wish.path))
+    fingerprint = _fingerprint(wish.path)
+    kernels = config.model.kernels
+    return SpeculatePlan(wish, rule, depth, nodes, note, heads, smaller, fingerprint, kernels)
 
 
 def open_speculator(
@@ -137,17 +185,22 @@ def open_speculator(
     def begin_round(number: int, num_rows: int) -> None:
         listener[0].begin_round(number, num_rows)
 
-    speculator = Speculator(
-        _drafter(plan, runner, model, begin_round), policy, runner, scheduler, rank, plan.rule
-    )
+    drafter = _drafter(plan, runner, scheduler, model, begin_round)
+    speculator = Speculator(drafter, policy, runner, scheduler, rank, plan.rule)
     listener.append(speculator)
     return speculator
 
 
 def _drafter(
-    plan: SpeculatePlan, runner: ModelRunner, model: Any, begin_round: Callable[[int, int], None]
+    plan: SpeculatePlan,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    model: Any,
+    begin_round: Callable[[int, int], None],
 ) -> Drafter:
     rule, depth = plan.rule, plan.depth
+    if plan.model is not None:
+        return _draft_model(plan, plan.model, runner, scheduler, model)
     if plan.heads is not None:
         weights = model.weights
 
@@ -158,8 +211,8 @@ def _drafter(
             return model.kernels.linear(rows, weights.head, out_dtype=torch.float32)
 
         if isinstance(plan.heads, EagleHead):
-            return EagleDrafter(plan.heads, weights.embed, logits_of, depth, rule=rule)
-        return MedusaDrafter(plan.heads[:depth], rule=rule, logits_of=logits_of)
+            return EagleDrafter(plan.heads, weights.embed, logits_of, depth, plan.nodes, rule=rule)
+        return MedusaDrafter(plan.heads[:depth], plan.nodes, rule=rule, logits_of=logits_of)
     if plan.wish.name == "ngram":
         return NgramDrafter(model.config.vocab_size, depth)
     layer = model.config.num_hidden_layers
@@ -182,6 +235,82 @@ def _heads(
     except ConfigError as error:
         problems += [f"{setting}: {p.partition(': ')[2]}" for p in error.problems]
         return None
+
+
+def _draft_config(
+    config: ServeConfig, model: DeepSeekConfig, path: Path, setting: str, problems: list[str]
+) -> DeepSeekConfig | None:
+    """Of a draft model that can be loaded and has the target's tokens."""
+    smaller, found = read_model(path)
+    found = [f"{setting}: {problem}" for problem in found]
+    if smaller is not None:
+        try:
+            _preflight(path, smaller)
+        except CheckpointError as error:
+            found += [f"{setting}: {problem}" for problem in error.shown]
+    if smaller is not None and smaller.vocab_size != model.vocab_size:
+        found.append(
+            f"{setting}: its vocabulary has {smaller.vocab_size} tokens, this checkpoint's "
+            f"{model.vocab_size}; they must be the same"
+        )
+    elif smaller is not None and not found:
+        try:
+            ours, theirs = Tokenizer(path), Tokenizer(config.model.checkpoint)
+            found += tokenizer_problems(ours, theirs)
+        except ConfigError as error:  # token ids can be served without one, but not be compared
+            found += [f"{setting}: tokenizers cannot be compared: {p}" for p in error.problems]
+    problems += found
+    return None if found else smaller
+
+
+def _preflight(path: Path, config: DeepSeekConfig) -> Any:
+    layers = config.num_placement_layers(False)
+    placement = ExpertPlacement.trivial(layers, config.n_routed_experts, 1)
+    return preflight(path, config, placement, 0, with_mtp=False)
+
+
+def _draft_model(
+    plan: SpeculatePlan,
+    config: DeepSeekConfig,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    target: Any,
+) -> DraftModelDrafter:
+    """All of it on each rank, which drafts for its own sequences. ConfigError on all alike."""
+    alone = EPGroup.single()
+    assert plan.wish.path is not None
+    try:
+        kernels = fitting(
+            create_kernels(plan.kernels), plan.kernels, attention_shape(config), target.dtype, True
+        ).kernels
+        model = load_model(
+            plan.wish.path,
+            dtype=target.dtype,
+            kernels=kernels,
+            group=alone,
+            dispatcher_factory=lambda asked: (
+                create_dispatcher(
+                    "local", alone, asked, combine_pairs=kernels.combine_pairs
+                ).dispatcher
+            ),
+            with_mtp=False,
+            config=config,
+            max_tokens_per_rank=DRAFT_ROWS,
+            device=target.device,
+        )
+    except (KernelsUnavailable, CheckpointError) as error:
+        raise ConfigError([f"speculate.method=draft:{plan.wish.path}: {error}"]) from None
+    limits, cache = scheduler.limits, scheduler.cache
+    return DraftModelDrafter(
+        model,
+        cache.pool.num_blocks,  # as many positions as the target has
+        cache.block_size,
+        limits.max_num_sequences,
+        max_depth=plan.depth,
+        max_rows=DRAFT_ROWS,
+        rule=plan.rule,
+        max_positions=config.max_position_embeddings,
+    )
 
 
 def _fingerprint(path: Path | None) -> str:

@@ -73,13 +73,16 @@ class DraftModelDrafter:
         max_rows: int = 2048,
         collective: bool = False,
         rule: Rule = Rule.SAME,
+        max_positions: int | None = None,
     ) -> None:
+        """max_positions: of a sequence; longer ones are not drafted for."""
         device = torch.device(getattr(model, "device", "cpu"))
         self._model, self._rule, self._max_rows = model, rule, max_rows
         self._pages = model.cache_spec.allocate(num_blocks, block_size, device)
         self._blocks = BlockCache(num_blocks, block_size, max_sequences, prefix_cache=False)
         self._device, self._max_sequences = device, max_sequences
         self.collective = collective
+        self._max_positions = max_positions or 1 << 62
         self.max_depth = self.max_nodes = max_depth
         self.failure: str | None = None  # of the last propose: why this rank drafted nothing
         self._known: dict[str, _Known] = {}
@@ -150,6 +153,8 @@ class DraftModelDrafter:
     def _open(self, sequence: Sequence, num_positions: int) -> _Known | None:
         """Its lease with blocks for so many positions; None where they are not to be had."""
         known, blocks = self._known.get(sequence.request_id), self._blocks
+        if num_positions > self._max_positions:
+            return None
         if known is None:
             if len(self._known) >= self._max_sequences:
                 return None

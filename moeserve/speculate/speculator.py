@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,8 @@ class Speculator:
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
         self._temperatures = 0.0
+        # Rows of a tree for each of its levels; 1 of a chain.
+        self._fan = max(drafter.max_nodes / drafter.max_depth, 1.0)
         scheduler.on_gone = self.gone
 
     # -- agreement -----------------------------------------------------------------------------
@@ -91,8 +94,11 @@ class Speculator:
         reach = self.acceptance.reaches([s.request_id for s in members])
         # The step adds a token at least, and the target one to the drafts.
         room = np.array([s.max_output_tokens - s.num_output_tokens - 2 for s in members])
-        offer = policy.offer(reach, room, self._scheduler.limits.token_budget - num)
-        return (*offer.rows, *offer.expected, *told)
+        offer = policy.offer(reach, room, self._most_levels(num))
+        rows: Seq[int] = offer.rows
+        if self._fan > 1:
+            rows = [num + ceil((x - num) * self._fan) for x in rows]
+        return (*rows, *offer.expected, *told)
 
     def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
         """columns [R, num_columns]: of all ranks."""
@@ -140,9 +146,11 @@ class Speculator:
         for ask, tree in zip(asks, trees, strict=True):
             if not tree.num_nodes:
                 continue
-            if not ask.sequence.stop_ids.isdisjoint(tree.tokens):
-                tree = tree.cut(self.depth, ask.sequence.stop_ids)
-            ask.sequence.drafts = tree
+            sequence = ask.sequence
+            deepest = tree.depth if self._fan == 1 else min(self._room(sequence), self.depth)
+            if tree.depth > deepest or not sequence.stop_ids.isdisjoint(tree.tokens):
+                tree = tree.cut(deepest, sequence.stop_ids)
+            sequence.drafts = tree
         failure = getattr(self.drafter, "failure", None)
         if failure is not None:
             self._note(failure)
@@ -243,19 +251,26 @@ class Speculator:
         return asks, num_decode_rows
 
     def _allot(self, plan: StepPlan) -> dict[int, int]:
-        """Drafts at most, of those whose next token is chosen in the next step."""
+        """Drafts (of a tree, nodes) at most, of those whose next token the next step chooses."""
         able = [i for i in plan.sampled if plan.sequences[i].lease is not None]
         if not able:
             return {}
         members = [plan.sequences[i] for i in able]
         room = [self._room(sequence) for sequence in members]
-        left = self._scheduler.limits.token_budget - len(able)
+        left = self._most_levels(len(able))
         policy = self.policy
         if isinstance(policy, FixedDepth):
-            return dict(zip(able, policy.share(room, left), strict=True))
-        reach = self.acceptance.reaches([s.request_id for s in members])
-        counts = policy.allot(reach, np.array(room), left)
-        return dict(zip(able, counts.tolist(), strict=True))
+            counts = policy.share(room, left)
+        else:
+            reach = self.acceptance.reaches([s.request_id for s in members])
+            counts = policy.allot(reach, np.array(room), left).tolist()
+        if self._fan > 1:
+            counts = [min(ceil(x * self._fan), self.drafter.max_nodes) for x in counts]
+        return dict(zip(able, counts, strict=True))
+
+    def _most_levels(self, num: int) -> int:
+        """Of all trees together, what fits into a step beside a token of each of num sequences."""
+        return int((self._scheduler.limits.token_budget - num) / self._fan)
 
     def _room(self, sequence: Sequence) -> int:
         room = draft_room(sequence, self.depth)
