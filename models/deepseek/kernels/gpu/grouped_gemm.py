@@ -41,19 +41,22 @@ from models.deepseek.kernels.gpu.grid import num_programs
 from models.deepseek.kernels.gpu.language import tl, triton
 
 ALIGNMENT = 128  # where segments start, unless said otherwise
+V3_BUNDLE = 6146  # rows of 7168 bytes from one expert of DeepSeek-V3 to the next (weights.py)
 
 
 @triton.jit(do_not_specialize=["room"])
 def grouped_gemm_kernel(
     a, b, out, a_scales, b_scales, bounds, experts, room, alignment, N, K,
     a_pitch, b_pitch, out_pitch, scale_expert, scale_row, scale_word, b_scale_expert, b_scale_row,
-    MASKED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PAIR: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    B_EXPERT: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """a e4m3 [e * room, K] or, contiguous, [room, K]; b e4m3 [e * N, K]; out [.., N] by a's rows;
-    scales as in fp8_gemm with a stride for experts. bounds int32 [e]: counts (MASKED) or ends. With
-    r_i rows for expert i: FLOPs 2NK * sum r_i; bytes (K + N * out) * sum r_i + NK for each expert
-    that has rows. Grid: programs that share all tiles."""
+    """a e4m3 [e * room, K] or, contiguous, [room, K]; b e4m3 [.., K], where expert i's N rows begin
+    at i * B_EXPERT; out [.., N] by a's rows; scales as in fp8_gemm with a stride for experts.
+    bounds int32 [e]: counts (MASKED) or ends. With r_i rows for expert i: FLOPs 2NK * sum r_i;
+    bytes (K + N * out) * sum r_i + NK for each expert that has rows. Grid: programs that share all
+    tiles."""
     width: tl.constexpr = COLUMNS * 2 if PAIR else COLUMNS
     column_tiles = tl.cdiv(N, width)
     tile = tl.program_id(0)  # counted from this expert's first
@@ -75,7 +78,7 @@ def grouped_gemm_kernel(
             row, column = begin + row_tile * ROWS, column_tile * width
             first, second = tile_product(
                 a, b, a_scales + shift, b_scales + tl.cast(expert, tl.int64) * b_scale_expert,
-                row, end, expert * N + column, expert * N + N, column // 128, K,
+                row, end, expert * B_EXPERT + column, expert * B_EXPERT + N, column // 128, K,
                 a_pitch, b_pitch, scale_row, scale_word, b_scale_row,
                 ROWS, COLUMNS, PAIR, SWAP, TMA, PACKED,
             )  # fmt: skip
@@ -99,7 +102,8 @@ def grouped_gemm_masked(
     *,
     expected_rows: int | None = None,
 ) -> Tensor:
-    """a e4m3 [e, M, K] with scales [e, M, ..] of any format, b e4m3 [e, N, K] and fp32 [e,
+    """a e4m3 [e, M, K] with scales [e, M, ..] of any format, b e4m3 [e, N, K] (an expert may begin
+    any number of whole rows after the last one, as in a bundle with its scales) and fp32 [e,
     ceil(N / 128), G], counts int32 [e] -> [e, M, N]; only the first counts[i] rows of expert i are
     written. expected_rows: what an expert is likely to have, which chooses the tile and nothing
     else (default: all of M). ShapeRefused for what does not fit."""
@@ -158,12 +162,15 @@ def _launch(
     )
     if bounds.dtype != torch.int32 or bounds.shape != (experts,):
         raise ShapeRefused(f"{bounds.dtype} {list(bounds.shape)} of rows: int32 [{experts}]")
-    if b.stride(0) != columns * b.stride(1):
-        raise ShapeRefused(f"b={list(b.shape)}, strides {b.stride()}: experts back to back")
+    apart, rest = divmod(b.stride(0), b.stride(1))
+    if rest or apart < columns:
+        raise ShapeRefused(
+            f"b={list(b.shape)}, strides {b.stride()}: experts must be whole rows apart, N or more"
+        )
     if not a.shape[0]:
         return
     config = config_for(expected)
-    flat = b.flatten(0, 1)
+    flat = b.as_strided(((experts - 1) * apart + columns, width), (b.stride(1), 1))
     tma = tma_can(a, flat)
     row_tiles = triton.cdiv(room, config.rows)
     row_tiles = row_tiles * experts if masked else row_tiles + experts
@@ -174,8 +181,8 @@ def _launch(
         a.stride(0), b.stride(1), out.stride(0),
         view.expert_stride, view.row_stride, view.word_stride,
         b_scales.stride(0), b_scales.stride(1),
-        MASKED=masked, GROUP=GROUP_ROWS, TMA=tma, PACKED=view.packed, **config.constants,
-        num_warps=config.warps, num_stages=config.stages,
+        B_EXPERT=apart, MASKED=masked, GROUP=GROUP_ROWS, TMA=tma, PACKED=view.packed,
+        **config.constants, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -243,6 +250,7 @@ def compile_cases() -> list[CompileCase]:
                             ),
                         },
                         {
+                            "B_EXPERT": V3_BUNDLE,
                             "MASKED": masked,
                             "GROUP": GROUP_ROWS,
                             "TMA": True,
