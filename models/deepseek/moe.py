@@ -104,7 +104,7 @@ class MoE:
         with clock.part("combine"):
             out = self.dispatcher.combine_finish(handle)  # [T, D] fp32
             for piece in shared:
-                out = out + piece.to(torch.float32)
+                out = out + piece  # in fp32
             return out.to(x.dtype)
 
     def _for_wire(self, x: Tensor) -> Tensor | Fp8Tokens:

@@ -39,7 +39,7 @@ class NativeAttention(NativePart):
         num_rows, num_heads, dim = x.shape
         cos_sin = rope_table(cos_sin, dim)
         positions = positions_of(positions, num_rows)
-        out = x.new_empty(x.shape)
+        out = x.new_empty(*x.shape)
         check(
             self.library.rope(
                 x.data_ptr(),
@@ -98,7 +98,7 @@ class NativeAttention(NativePart):
             )
         if x.dtype != weight.dtype:
             raise KernelArgumentError(f"x is {x.dtype}: must be the weight's {weight.dtype}")
-        out = x.new_empty((num_rows, num_heads, weight.out_features // num_heads))
+        out = x.new_empty(num_rows, num_heads, weight.out_features // num_heads)
         if num_rows:
             self.library.per_head(
                 x.data_ptr(),
@@ -128,7 +128,7 @@ class NativeAttention(NativePart):
             )
         check_cache(layer, rank + rope, q_latent.dtype)
         check_even("kv_lora_rank + qk_rope_head_dim", rank + rope, layer.dtype)
-        out = q_latent.new_empty(q_latent.shape)
+        out = q_latent.new_empty(*q_latent.shape)
         check(
             self.library.latent_attention(
                 q_latent.data_ptr(),
@@ -179,7 +179,7 @@ class NativeAttention(NativePart):
             raise KernelArgumentError(f"kv_b is {kv_b.dtype}: must be q's {q.dtype}")
         for name, size in (("rank", rank), ("nope", nope), ("rope", rope), ("value", value_dim)):
             check_even(name, size, q.dtype)
-        out = q.new_empty((num_rows, num_heads, value_dim))
+        out = q.new_empty(num_rows, num_heads, value_dim)
         check(
             self.library.naive_attention(
                 q.data_ptr(),

@@ -24,7 +24,7 @@ class NativeDense(NativePart):
         weight = packed(weight, "weight")
         x = rows(x, "x", weight.in_features, weight.dtype)
         num_rows = x.shape[0]
-        out = x.new_empty((num_rows, weight.out_features), dtype=out_dtype)
+        out = x.new_empty(num_rows, weight.out_features, dtype=out_dtype)
         if num_rows:
             self.library.linear(
                 x.data_ptr(),
@@ -43,7 +43,7 @@ class NativeDense(NativePart):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = rows(x, "x", weight.shape[0], x.dtype)
-        out = x.new_empty(x.shape)
+        out = x.new_empty(*x.shape)
         if x.shape[0]:
             self.library.rms_norm(
                 x.data_ptr(),
@@ -64,7 +64,7 @@ class NativeDense(NativePart):
             raise KernelArgumentError(
                 f"residual {tuple(residual.shape)}: must be x's shape {tuple(x.shape)}, unit stride"
             )
-        out = x.new_empty(x.shape)
+        out = x.new_empty(*x.shape)
         if x.shape[0]:
             self.library.add_rms_norm(
                 residual.data_ptr(),
@@ -90,7 +90,7 @@ class NativeDense(NativePart):
                 f"gate_up has {gate_up.out_features} rows ({gate_up.dtype}): must be twice "
                 f"down's {inter} columns ({down.dtype})"
             )
-        out = x.new_empty((x.shape[0], down.out_features))
+        out = x.new_empty(x.shape[0], down.out_features)
         if x.shape[0]:
             self.library.mlp(
                 x.data_ptr(),

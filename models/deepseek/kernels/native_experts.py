@@ -32,8 +32,8 @@ class NativeExperts(NativePart):
         num_experts, hidden = weight.shape
         x = rows(x, "x", hidden, x.dtype)
         check_gate(spec, num_experts)
-        ids = x.new_empty((x.shape[0], spec.top_k), dtype=torch.int32)
-        weights = x.new_empty((x.shape[0], spec.top_k), dtype=torch.float32)
+        ids = x.new_empty(x.shape[0], spec.top_k, dtype=torch.int32)
+        weights = x.new_empty(x.shape[0], spec.top_k, dtype=torch.float32)
         if x.shape[0]:
             self.library.gate(
                 x.data_ptr(),
@@ -70,7 +70,7 @@ class NativeExperts(NativePart):
                 f"offsets has {offsets.shape[0]} entries: must be slots + 1 = "
                 f"{weights.num_slots + 1}"
             )
-        out = x.new_empty((pair_rows.shape[0], weights.hidden))
+        out = x.new_empty(pair_rows.shape[0], weights.hidden)
         check(
             self.library.experts(
                 x.data_ptr(),
@@ -95,7 +95,7 @@ class NativeExperts(NativePart):
         pairs = slots.numel()
         pair_rows = slots.new_empty(pairs)
         offsets = slots.new_empty(num_slots + 1)
-        index = slots.new_empty(slots.shape, dtype=torch.int64)
+        index = slots.new_empty(*slots.shape, dtype=torch.int64)
         valid = self.library.sort_pairs(
             slots.data_ptr(),
             slots.shape[0],
@@ -117,7 +117,7 @@ class NativeExperts(NativePart):
             raise KernelArgumentError(
                 f"weights {tuple(weights.shape)}: must be index's shape {tuple(index.shape)}"
             )
-        out = y.new_empty((index.shape[0], y.shape[1]), dtype=torch.float32)
+        out = y.new_empty(index.shape[0], y.shape[1], dtype=torch.float32)
         check(
             self.library.combine(
                 y.data_ptr(),

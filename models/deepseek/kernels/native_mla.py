@@ -106,10 +106,10 @@ class NativeMla:
         if num_rows > MAX_FUSED_ROWS:
             return self._by_parts(x, layer, batch)
         if not num_rows:  # a rank without work, which others wait for
-            return x.new_empty((0, self.hidden))
+            return x.new_empty(0, self.hidden)
         x = rows(x, "x", self.hidden, self.dtype)
         check_cache(layer, self._width, self.dtype)
-        out = x.new_empty((num_rows, self.hidden))
+        out = x.new_empty(num_rows, self.hidden)
         check(
             self._calls.library.mla(
                 self._address,
