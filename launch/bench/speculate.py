@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ def _measure(
     try:
         for cell in cells:
             where = f"{cell.drafter}, k {cell.depth}, batch {cell.batch}"
-            on = _arm(engine, config, cell)
+            on = _arm(engine, config, cell, cells)
             pairs = []
             for number in range(-asked.warmup, asked.repeat):
                 progress(where, done, total)
@@ -140,7 +141,9 @@ def _measure(
                 if number >= 0:
                     pairs.append(Pair(runs[off], runs[on]))
                 done += 1
-            rows.append(row(cell, pairs, compared=config.speculate.rule == "same"))
+            nodes = 0 if on.speculator is None else on.speculator.drafter.max_nodes
+            compared = config.speculate.rule == "same"
+            rows.append({**row(cell, pairs, compared), "max_nodes": nodes})
             progress(where, done, total)
     finally:
         progress.close()
@@ -148,32 +151,43 @@ def _measure(
     return rows
 
 
-def _arm(engine: Engine, config: ServeConfig, cell: Cell) -> Arm:
+def _arm(engine: Engine, config: ServeConfig, cell: Cell, cells: Sequence[Cell]) -> Arm:
     """A drafter of its own for each cell: what it has learned of another batch is not its own."""
     from launch.bench.speculate_drive import Arm
     from moeserve.speculate.build import open_speculator, plan_speculation
 
     problems: list[str] = []
     model = engine.runner.model.config
-    plan = plan_speculation(_with(config, cell.text), model, problems)
+    plan = plan_speculation(_of(config, cell, cells), model, problems)
     if plan is None:
         raise ConfigError(problems)
     scheduler = engine.scheduler
     return Arm(open_speculator(plan, engine.runner, scheduler, engine.group.rank))
 
 
-def _with(config: ServeConfig, method: str) -> ServeConfig:
-    section = config.speculate.model_copy(update={"method": method})
+def _of(config: ServeConfig, cell: Cell, cells: Sequence[Cell]) -> ServeConfig:
+    """The settings of a cell. nodes: of drafters that make trees, where there is one."""
+    change: dict[str, object] = {"method": cell.text}
+    if not cell.has_trees and any(other.has_trees for other in cells):
+        change["nodes"] = None
+    section = config.speculate.model_copy(update=change)
     return config.model_copy(update={"speculate": section})
 
 
 def _with_method(given: Given, asked: Asked | None) -> Given:
-    """The engine is built with the deepest drafter: what depends on the depth (limits of
+    """The engine is built with the drafter that drafts most: what depends on that (limits of
     dispatching, rows of a step) then fits all."""
     if asked is None:
         return given
-    deepest = max(asked.cells(), key=lambda cell: cell.wish.depth or MAX_DEPTH)
-    section = given.flags.get("speculate", {}) | {"method": deepest.text}
+    section = given.flags.get("speculate", {})
+    trees = "nodes" in section
+
+    def drafts(cell: Cell) -> tuple[bool, int, bool]:
+        # Medusa has as many as it has heads, which is not known yet.
+        depth = cell.wish.depth or MAX_DEPTH
+        return trees and cell.has_trees, depth, cell.wish.name != "medusa"
+
+    section = section | {"method": max(asked.cells(), key=drafts).text}
     flags = {**given.flags, "speculate": section}
     return replace(
         given, flags=flags, without=tuple(x for x in given.without if x != "speculate.method")
@@ -188,8 +202,9 @@ def _check(config: ServeConfig, asked: Asked) -> None:
     model, _ = read_model(config.model.checkpoint)
     assert model is not None, "resolve refuses such folders"
     problems: list[str] = []
-    for text in dict.fromkeys(cell.text for cell in asked.cells()):
-        plan_speculation(_with(config, text), model, problems)
+    cells = asked.cells()
+    for cell in {cell.text: cell for cell in cells}.values():
+        plan_speculation(_of(config, cell, cells), model, problems)
     tokens, most = asked.prompt_length + asked.output_length, model.max_position_embeddings
     if tokens > most:
         problems.append(
@@ -203,12 +218,13 @@ def _with_room(config: ServeConfig, asked: Asked) -> ServeConfig:
     """Grow what was not set, so that the largest batch runs at once with all its drafts."""
     here = -(-max(asked.batches) // config.parallel.ep)
     tokens = asked.prompt_length + asked.output_length
-    room = here * (tokens + MAX_DEPTH + config.cache.block_size)
+    drafts = max(MAX_DEPTH, config.speculate.nodes or 0)
+    room = here * (tokens + drafts + config.cache.block_size)
     return with_room(
         config,
         {
             ("schedule", "max_num_sequences"): here,
-            ("schedule", "token_budget"): here * (1 + MAX_DEPTH),
+            ("schedule", "token_budget"): here * (1 + drafts),
             ("schedule", "max_model_len"): tokens,
             ("cache", "kv_tokens"): room,
         },

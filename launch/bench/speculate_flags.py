@@ -42,6 +42,10 @@ class Cell:
         return self.wish.name if path is None else f"{self.wish.name}:{path}"
 
     @property
+    def has_trees(self) -> bool:
+        return self.wish.name in ("eagle", "medusa")
+
+    @property
     def text(self) -> str:
         """As `--speculate` takes it."""
         return self.drafter if self.wish.name == AUTO else f"{self.drafter}:{self.depth}"
