@@ -376,12 +376,29 @@ def kernels(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Compute threads; default: torch's")
     ] = None,
+    compile_only: Annotated[
+        bool,
+        typer.Option(
+            "--compile-only",
+            help="Compile the GPU kernels for sm_90a and sm_100a, without a GPU, and compare "
+            "registers, spills, shared memory and instructions with the record",
+        ),
+    ] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="With --compile-only: what comes out is the record now")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The last line is one JSON object")
     ] = False,
 ) -> None:
     """Time each kernel of a layer beside the best that plain torch has, in turn, and beside what
     this machine can do: its fastest product, its fastest read."""
+    if compile_only:
+        from launch.bench.kernels_compiled import KernelCompilation
+
+        raise typer.Exit(KernelCompilation(only, renew).run(as_json))
+    if renew:
+        raise ConfigError(["--renew: only with --compile-only"])
     from launch.bench.kernels import KernelBench
 
     KernelBench(only, kernels, seconds, threads).run(as_json)
