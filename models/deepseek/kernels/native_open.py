@@ -8,6 +8,7 @@ library's description says so, and why; a refusal is part of the error.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,6 +91,13 @@ def _results(library: NativeLibrary, dtype: torch.dtype) -> Iterator[tuple[str, 
     batch = _one_sequence(torch.tensor([[2, 0, 1]], dtype=torch.int32), context=11)
     attended = NativeAttention(library).latent_attention(q, q_rope, layer, batch, 0.2)
     yield "latent_attention", attended, twin.latent_attention(q, q_rope, layer, batch, 0.2)
+    tree = replace(
+        batch,  # two children of the row at position 6, a child of each
+        positions=torch.tensor([6, 7, 7, 8, 8]),
+        ancestors=torch.tensor([[-1, -1], [3, -1], [4, -1], [3, 5], [4, 6]], dtype=torch.int32),
+    )
+    attended = NativeAttention(library).latent_attention(q, q_rope, layer, tree, 0.2)
+    yield "latent_attention of a tree", attended, twin.latent_attention(q, q_rope, layer, tree, 0.2)
 
 
 def _one_sequence(tables: Tensor, context: int) -> ForwardBatch:
