@@ -12,7 +12,7 @@ import torch
 from models.deepseek.kernels.base import Kernels, MlaShape
 from models.deepseek.kernels.errors import KernelsUnavailable
 
-NAMES = ("auto", "native", "torch")
+NAMES = ("auto", "native", "torch", "triton")
 
 
 class KernelChoice(NamedTuple):
@@ -27,14 +27,19 @@ class KernelChoice(NamedTuple):
         return f"{self.kernels.name} {getattr(self.kernels, 'build', '')}".strip()
 
 
-def create_kernels(name: str = "auto") -> KernelChoice:
-    """auto: native when it builds on this machine, else torch.
+def create_kernels(name: str = "auto", device: torch.device | str = "cpu") -> KernelChoice:
+    """auto: on a CPU native when it builds on this machine, else torch; on CUDA triton.
 
-    Raises ValueError for an unknown name, KernelsUnavailable when "native" is asked for and cannot
-    be had.
+    device: where the model will be. Raises ValueError for an unknown name, KernelsUnavailable when
+    what is asked for cannot be had, or not there.
     """
     if name not in NAMES:
         raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")
+    on_cpu = torch.device(device).type == "cpu"
+    if name == "triton" or (name == "auto" and not on_cpu):
+        return _triton(None if on_cpu else device)
+    if not on_cpu:
+        raise KernelsUnavailable(f"kernels={name} runs on cpu, not on {device}; kernels=triton can")
     if name == "torch":
         return KernelChoice(_torch(), "kernels: torch (asked for; slow, for comparison)")
     try:
@@ -51,11 +56,13 @@ def fitting(
 ) -> KernelChoice:
     """The choice made for `name`, or torch where "auto" chose what cannot compute this model.
 
-    Raises KernelsUnavailable when "native" is asked for and cannot.
+    Raises KernelsUnavailable when what is asked for cannot, and on CUDA, where there is no other.
     """
     misfit = choice.kernels.misfit(shape, dtype, deterministic)
     if misfit is None:
         return choice
+    if choice.kernels.name == "triton":
+        raise KernelsUnavailable(f"{misfit}; on a CPU kernels=native or kernels=torch may")
     if name != "auto":
         raise KernelsUnavailable(f"{misfit}; kernels=torch or dtype=float32 can")
     return KernelChoice(_torch(), f"kernels: torch, slow (native cannot: {misfit})")
@@ -74,3 +81,13 @@ def _native() -> KernelChoice:
         raise KernelsUnavailable(f"native kernels cannot be imported: {error}") from error
     kernels = NativeKernels()
     return KernelChoice(kernels, f"kernels: native ({kernels.description})")
+
+
+def _triton(device: torch.device | str | None) -> KernelChoice:
+    """device None: the current CUDA device (in triton's interpreter: cpu)."""
+    try:
+        from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
+    except ImportError as error:
+        raise KernelsUnavailable(f"triton kernels cannot be imported: {error}") from error
+    kernels = TritonKernels(device)
+    return KernelChoice(kernels, f"kernels: triton ({kernels.description})")
