@@ -26,6 +26,7 @@ from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.eagle import EagleHead, Past, eagle_forward
+from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.tree import Candidate, DraftTree, best_nodes, chain
 from moeserve.speculate.verify import Rule
 
@@ -76,7 +77,8 @@ class EagleDrafter:
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
     ) -> list[DraftTree]:
         """See Drafter."""
-        return [self._one(ask, min(depth, self.max_depth)) for ask in asks]
+        with one_thread():
+            return [self._one(ask, min(depth, self.max_depth)) for ask in asks]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         known = self._known.get(sequence.request_id)

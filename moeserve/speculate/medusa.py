@@ -26,6 +26,7 @@ from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.head_file import HeadFile
+from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.tree import DraftTree, chain, product_tree
 from moeserve.speculate.verify import Rule
 
@@ -136,7 +137,8 @@ class MedusaDrafter:
         if not able or depth <= 0:
             return trees
         rows = torch.stack([hidden[-1] for i in able if (hidden := asks[i].hidden) is not None])
-        logits = medusa_logits(self._heads[:depth], rows, self._logits_of)
+        with one_thread():
+            logits = medusa_logits(self._heads[:depth], rows, self._logits_of)
         if self.max_nodes > self.max_depth:
             best = torch.softmax(logits, dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
             values, ids = best.values.tolist(), best.indices.tolist()
