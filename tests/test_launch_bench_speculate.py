@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launch.bench.speculate_figures import Pair, Run, predicted, row
+from launch.bench.speculate_figures import Pair, Run, predicted, rate_of, row
 from launch.bench.speculate_flags import Cell, SpeculateFlags, check
 from launch.bench.speculate_prompts import read_prompts
 from launch.bench.speculate_show import Result, as_json, told
@@ -110,7 +110,7 @@ def test_a_row_is_made_of_pairs() -> None:
     assert found["acceptance"] == [0.6, 0.3] and found["mean_accepted"] == pytest.approx(0.9)
     assert found["tokens_per_step"] == pytest.approx(1.9) and found["mean_depth"] == 2
     assert found["cost_ratio"] == pytest.approx(0.1)  # 10 ms a round, 100 ms a step
-    # 1 + a + a^2 = 1.9: the rate that makes the measured tokens; then the theorem itself.
+    # 1 + a + a^2 = 1.9: the rate that makes the measured tokens a step; then the theorem itself.
     assert found["rate"] == pytest.approx(0.57239, abs=1e-4)
     assert found["predicted"] == pytest.approx(1.9 / 1.2, abs=1e-6)
     assert found["verify_ratio"] == pytest.approx(0.75)  # (1.9 s - 0.4 s) / 20 over 0.1 s
@@ -134,6 +134,14 @@ def test_the_prediction_is_the_theorem_at_each_depth() -> None:
     tokens = 1 + (1 - 0.8**4) / (1 - 0.8)
     assert predicted(0.8, 0.1, (1, 0, 0, 1)) == pytest.approx(tokens / (1 + 1.3))
     assert predicted(1.0, 0.0, (0, 0, 1)) == pytest.approx(3.0)
+
+
+def test_the_rate_is_of_all_steps() -> None:
+    """Also of those for which nothing was found to draft; steps of depth 0 say nothing of it."""
+    assert rate_of(1.6, (0, 10)) == pytest.approx(0.6)
+    assert rate_of(1.3, (10, 10)) == pytest.approx(0.6)
+    assert rate_of(3.0, (0, 0, 4)) == pytest.approx(1.0)
+    assert rate_of(1.0, (0, 9)) == 0.0 and rate_of(1.2, (9,)) == 0.0 and rate_of(1.0, ()) == 0.0
 
 
 def test_nothing_drafted_is_no_division_by_zero() -> None:

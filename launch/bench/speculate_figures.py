@@ -1,8 +1,9 @@
 """What runs with drafts and runs without say of each other: the rows of `bench speculate`.
 
-Leviathan's prediction uses what was measured: the acceptance, and c, a round of drafting over a
-step without drafts. It takes a step over k + 1 tokens to be as long as one over one token; how far
-that is wrong here is a figure of its own (`verify_ratio`).
+Leviathan's prediction uses what was measured: a, the rate that gives the measured tokens a step at
+the depths that were used (a sequence for which nothing was drafted counts as refused), and c, a
+round of drafting over a step without drafts. It takes a step over k + 1 tokens to be as long as one
+over one token; how far that is wrong here is a figure of its own (`verify_ratio`).
 
 Knows numbers; nothing of engines or of how they are shown.
 """
@@ -13,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from launch.bench.figures import Spread, paired_ratio
 from launch.bench.speculate_flags import Cell
-from moeserve.speculate.acceptance import expected_tokens, mean_rate
+from moeserve.speculate.acceptance import expected_tokens
 
 Tokens = dict[str, tuple[int, ...]]  # of each prompt
 
@@ -73,7 +72,8 @@ def row(cell: Cell, pairs: Sequence[Pair], compared: bool = True) -> dict[str, A
     round_seconds = sum(run.drafting for run in on) / max(sum(run.rounds for run in on), 1)
     cost = round_seconds / step
     depths = [sum(x) for x in zip(*(run.depths for run in on), strict=True)]
-    rate = mean_rate(np.array(reach), len(reach)) if reach else 0.0
+    a_step = sum(run.tokens for run in on) / max(sum(run.slots for run in on), 1)
+    rate = rate_of(a_step, depths)
     ratios = [pair.on.rate / pair.off.rate for pair in pairs]
     verify = Spread.of([p.on.step_seconds / p.off.step_seconds for p in pairs]).median
     return {
@@ -87,7 +87,7 @@ def row(cell: Cell, pairs: Sequence[Pair], compared: bool = True) -> dict[str, A
         "predicted": predicted(rate, cost, depths),
         "acceptance": [round(x, 4) for x in reach],
         "mean_accepted": sum(accepted) / runs if runs else 0.0,
-        "tokens_per_step": sum(r.tokens for r in on) / max(sum(r.slots for r in on), 1),
+        "tokens_per_step": a_step,
         "mean_depth": sum(d * n for d, n in enumerate(depths)) / max(sum(depths), 1),
         "rate": rate,
         "cost_ratio": cost,
@@ -101,6 +101,20 @@ def row(cell: Cell, pairs: Sequence[Pair], compared: bool = True) -> dict[str, A
         "ratios": [round(x, 4) for x in ratios],
         "same_tokens": same_tokens(pairs) if compared else None,
     }
+
+
+def rate_of(tokens_per_step: float, depths: Sequence[int]) -> float:
+    """The a of the theorem: with drafts accepted at this rate, steps of these depths (depths[k]: at
+    depth k) would give so many tokens each. By bisection; 0 where nothing was drafted."""
+    steps = sum(depths)
+    if not any(depths[1:]) or tokens_per_step <= 1:
+        return 0.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        tokens = sum(n * expected_tokens(middle, k) for k, n in enumerate(depths)) / steps
+        low, high = (middle, high) if tokens < tokens_per_step else (low, middle)
+    return (low + high) / 2
 
 
 def predicted(rate: float, cost: float, depths: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.palette import COLOURS, FAINT, GRID, INK, PAPER
-from launch.bench.speculate_show import Result
+from launch.bench.speculate_show import Result, short
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _AUTO = 0.9  # of a depth to the right of the deepest: where adaptive drafts stand
@@ -76,8 +76,8 @@ def _panel(
                 x, [r["predicted"] for r in line], color=colour, marker=mark, markersize=5,
                 markerfacecolor=PAPER, linewidth=1.2, linestyle=(0, (4, 2)), zorder=2,
             )  # fmt: skip
-            handles.setdefault(f"{_short(drafter)}, measured", bars)
-            handles.setdefault(f"{_short(drafter)}, predicted", dashed)
+            handles.setdefault(f"{short(drafter)}, measured", bars)
+            handles.setdefault(f"{short(drafter)}, predicted", dashed)
     ticks = [*numbers, *([auto] if any(r[over] == "auto" for r in rows) else [])]
     panel.set_xticks(ticks, [str(n) for n in numbers] + ["auto"] * (len(ticks) - len(numbers)))
     panel.minorticks_off()
@@ -92,12 +92,6 @@ def _panel(
     for name, side in panel.spines.items():
         side.set_visible(name in ("left", "bottom"))
         side.set_color(FAINT)
-
-
-def _short(drafter: str) -> str:
-    """Without the folders above a path's last."""
-    name, colon, path = drafter.partition(":")
-    return f"{name}:{Path(path).name}" if colon else name
 
 
 def _frame(figure: Any, result: Result, handles: dict[str, Any], drafters: int) -> None:

@@ -4,6 +4,7 @@ nothing of how they were made."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.bench.screen import wide_console
@@ -69,11 +70,13 @@ def show(result: Result) -> None:
         title=f"{result.checkpoint}: speculation against none, ep {result.ep}, temperature "
         f"{asked.temperature:g}"
     )
-    for name in ("batch", "drafter", "k", "speed-up", "least-most", "predicted"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
-    table.add_column(f"accepted (T={asked.temperature:g})", no_wrap=True)
-    for name in ("a run", "tokens a step", "round / step", "verify / step", "same tokens"):
-        table.add_column(name, justify="right")
+    accepted = f"accepted (T={asked.temperature:g})"
+    for name in (
+        *("batch", "drafter", "k", "speed-up", "from-to", "predicted", accepted, "a run"),
+        *("tokens/step", "round", "verify", "same"),
+    ):
+        left = name in ("drafter", accepted)
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     batch = result.rows[0]["batch"]
     for row in result.rows:
         if row["batch"] != batch:
@@ -90,7 +93,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     depth = row["depth"]
     return [
         str(row["batch"]),
-        row["drafter"],
+        short(row["drafter"]),
         f"auto ({row['mean_depth']:.1f})" if depth == "auto" else str(depth),
         f"{row['speedup']:.2f}",
         f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
@@ -102,6 +105,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['verify_ratio']:.2f}",
         {True: "yes", False: "NO", None: "-"}[row["same_tokens"]],
     ]
+
+
+def short(drafter: str) -> str:
+    """Without the folders above a path's last."""
+    name, colon, path = drafter.partition(":")
+    return f"{name}:{Path(path).name}" if colon else name
 
 
 def _by_position(shares: list[float]) -> str:
@@ -117,9 +126,10 @@ def told(result: Result) -> list[str]:
         f"decode of {counted(asked.repeat, 'pair')} a row, {lengths}, prompts: {result.prompts}; "
         "speed-up: median of the pairs, one right after the other",
         f"accepted: share of the drafts at each position of a run, at temperature "
-        f"{asked.temperature:g}; a run: drafts accepted in it; tokens a step: of a sequence",
-        "predicted: (1 - a^(k+1)) / ((1 - a)(1 + c k)), a as measured, c = round / step; it takes "
-        "verifying k + 1 tokens to cost a step of one (verify / step says what it cost)",
+        f"{asked.temperature:g}; a run: drafts accepted in one; tokens/step: of a sequence; round, "
+        "verify: time of a round of drafting, of a step that verifies, over a step without drafts",
+        "predicted: (1 - a^(k+1)) / ((1 - a)(1 + c k)), a from tokens/step, c the round; it takes "
+        "verify to be 1",
     ]
     if result.rule != "same":
         lines.append(
