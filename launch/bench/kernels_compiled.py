@@ -44,7 +44,6 @@ class KernelCompilation:
     def run(self, as_json: bool) -> int:
         """The exit code: 1 when something is worse than recorded. ConfigError where triton is
         missing, for a name that is not there, for a kernel that does not compile."""
-        from models.deepseek.kernels.gpu.aot import ARCHS
         from models.deepseek.kernels.gpu.compiled import faults, gone, read_record
         from models.deepseek.kernels.gpu.errors import CompileFailed, TritonMissing
         from models.deepseek.kernels.gpu.language import need_triton
@@ -61,7 +60,7 @@ class KernelCompilation:
             (index, arch)
             for index, case in enumerate(cases)
             if self.only in f"{case.name} {case.config}"
-            for arch in ARCHS
+            for arch in case.archs
         ]
         if not tasks:
             names = ", ".join(dict.fromkeys(case.name for case in cases))

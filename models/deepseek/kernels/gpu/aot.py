@@ -19,6 +19,8 @@ from models.deepseek.kernels.gpu.errors import CompileFailed, TritonMissing
 from models.deepseek.kernels.gpu.language import INTERPRETED, need_triton
 
 ARCHS = {90: "sm_90a", 100: "sm_100a"}
+SHARED_LIMIT = 232448  # bytes of shared memory a program can have, on both
+TENSOR_COLUMNS = 512  # of tensor memory (sm_100a), 512 bytes each
 # What is counted in the PTX of every kernel: the matrix units, then wide access to memory.
 WORDS = (
     "wgmma.mma_async",
@@ -44,7 +46,8 @@ class CompileCase:
     "*fp8e4nv", "*fp32", "i32", "i64"). divisible: parameters that are always multiples of 16, as
     all pointers are taken to be. wants: architecture -> words that its PTX must hold: an opcode
     with or without what stands between its parts ("ld.global.v4" is also found in
-    ld.global.L1::evict_last.v4.b32), or "wide loads" for any load of 16 bytes or more.
+    ld.global.L1::evict_last.v4.b32), or "wide loads" for any load of 16 bytes or more. archs: those
+    it is for, where one configuration does not suit all.
     """
 
     kernel: Any
@@ -56,6 +59,7 @@ class CompileCase:
     num_stages: int = 3
     divisible: tuple[str, ...] = ()
     wants: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    archs: tuple[int, ...] = tuple(ARCHS)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ def compile_case(case: CompileCase, arch: int) -> CompileReport:
                 f"{case.name} ({case.config}) for {ARCHS[arch]}: {type(error).__name__}: {error}"
             ) from error
         ptx = done.asm["ptx"]
+    _must_fit(case, arch, done.metadata)
     registers, spills = read_assembler_log(log.getvalue())
     words = dict.fromkeys((*WORDS, *case.wants.get(arch, ())))
     return CompileReport(
@@ -120,6 +125,18 @@ def compile_case(case: CompileCase, arch: int) -> CompileReport:
         shared_bytes=done.metadata.shared,
         instructions={word: n for word, n in count_words(ptx, words).items() if n},
     )
+
+
+def _must_fit(case: CompileCase, arch: int, metadata: Any) -> None:
+    """CompileFailed where a launch would be refused, which the compiler does not look at."""
+    limits = {"shared": SHARED_LIMIT, "tmem_size": TENSOR_COLUMNS}
+    for name, limit in limits.items():
+        needed = getattr(metadata, name, 0) or 0
+        if needed > limit:
+            raise CompileFailed(
+                f"{case.name} ({case.config}) for {ARCHS[arch]}: {name}={needed}: a program has at "
+                f"most {limit}"
+            )
 
 
 def missing_words(case: CompileCase, arch: int, report: CompileReport) -> list[str]:

@@ -93,8 +93,8 @@ def changed(cases: Sequence[CompileCase], triton: str, record: Record) -> list[t
     """(index of the case, arch) of what the record does not hold as it is now."""
     found = []
     for index, case in enumerate(cases):
-        for arch, name in ARCHS.items():
-            row = record.get((case.name, case.config, name))
+        for arch in case.archs:
+            row = record.get((case.name, case.config, ARCHS[arch]))
             if row is None or row.fingerprint != fingerprint(case, arch, triton):
                 found.append((index, arch))
     return found
