@@ -145,7 +145,7 @@ def _after_kth(probs, k, vocab, tile: tl.constexpr, digit: tl.constexpr):
     prefix = k * 0  # the digits found so far
     left = k  # how many of those that share them are still to be taken
     level = 0  # how many there are of the last one
-    for step in tl.static_range(3):
+    for step in range(3):
         shift = 20 - 10 * step
         counts = tl.zeros((digit,), tl.int32)
         for begin in range(0, vocab, tile):
