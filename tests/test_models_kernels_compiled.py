@@ -1,0 +1,234 @@
+"""GPU kernels compile for both architectures as recorded: what is worse fails here, without a GPU.
+
+Compiled are the cases that have changed since the record, and a few that have not, so that a
+compiler that works is part of the proof.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.bench.kernels_compiled import BENCHMARKS, MARKS, KernelCompilation, with_table
+from launch.version import HOME
+from models.deepseek.kernels.gpu.aot import (
+    ARCHS,
+    CompileCase,
+    CompileReport,
+    compile_case,
+    count_words,
+    missing_words,
+    read_assembler_log,
+)
+from models.deepseek.kernels.gpu.compiled import (
+    Recorded,
+    changed,
+    faults,
+    fingerprint,
+    gone,
+    key_of,
+    markdown,
+    read_record,
+    write_record,
+)
+from models.deepseek.kernels.gpu.cost import KernelCost
+from models.deepseek.kernels.gpu.errors import CompileFailed
+from models.deepseek.kernels.gpu.registry import MODULES, all_cases
+from moeserve.errors import ConfigError
+
+triton = pytest.importorskip("triton", reason="triton is built for Linux only")
+VERSION, RECORD = read_record()
+ALWAYS = ("fp8_gemm 128x256x128 w8 s4 tma fp32", "quant 32x128 w4 ue8m0")
+
+
+def named(text: str) -> CompileCase:
+    return next(case for case in all_cases() if text in f"{case.name} {case.config}")
+
+
+def test_every_configuration_is_recorded_for_both_architectures() -> None:
+    assert triton.__version__ == VERSION
+    here = {(c.name, c.config, ARCHS[arch]) for c in all_cases() for arch in c.archs}
+    renew = "moeserve bench kernels --compile-only --renew"
+    assert set(RECORD) == here, f"not as recorded; if that is meant: {renew}"
+    assert gone(all_cases(), RECORD) == []
+
+
+def test_nothing_recorded_spills_and_every_unit_is_used() -> None:
+    spilled = [key for key, row in RECORD.items() if row.report.spills]
+    assert spilled == []
+    arch_of = {name: arch for arch, name in ARCHS.items()}
+    missing = {
+        (case.name, case.config, name): words
+        for case in all_cases()
+        for name, arch in arch_of.items()
+        if arch in case.archs
+        and (words := missing_words(case, arch, RECORD[case.name, case.config, name].report))
+    }
+    assert missing == {}
+
+
+def test_what_changed_since_the_record_is_not_worse() -> None:
+    cases = all_cases()
+    found = [
+        line
+        for index, arch in changed(cases, VERSION, RECORD)
+        for line in faults(cases[index], arch, compile_case(cases[index], arch), RECORD)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiled_again_it_is_as_recorded(name: str, arch: int) -> None:
+    case = named(name)
+    report = compile_case(case, arch)
+    assert faults(case, arch, report, RECORD) == []
+    if fingerprint(case, arch, VERSION) == RECORD[key_of(report)].fingerprint:
+        assert report == RECORD[key_of(report)].report
+
+
+def test_the_table_in_benchmarks_is_the_record() -> None:
+    page = (HOME / BENCHMARKS).read_text()
+    assert with_table(page, markdown([row.report for row in RECORD.values()])) == page
+    assert page.count(MARKS[0]) == page.count(MARKS[1]) == 1
+
+
+REPORT = CompileReport(
+    "k", "c", "sm_90a", 100, 0, 4096, {"wgmma.mma_async": 4, "cp.async.cg": 8, "ld.global.v4": 2}
+)
+CASE = CompileCase(None, "k", "c", {}, {})
+BEFORE = {key_of(REPORT): Recorded(REPORT, "")}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"spills": 8}, "spills 8 bytes, recorded 0"),
+        ({"registers": 117}, "117 registers, recorded 100"),
+        ({"shared_bytes": 6000}, "6000 bytes shared, recorded 4096"),
+        (
+            {"instructions": {"cp.async.cg": 8, "ld.global.v4": 2}},
+            "0 x wgmma.mma_async, recorded 4",
+        ),
+        ({"instructions": {"wgmma.mma_async": 4, "ld.global.v4": 4}}, "4 wide loads, recorded 10"),
+    ],
+)
+def test_what_is_worse_is_said(change: dict[str, object], said: str) -> None:
+    (line,) = faults(CASE, 90, replace(REPORT, **change), BEFORE)
+    assert line == f"k (c) for sm_90a: {said}"
+
+
+def test_a_few_registers_and_another_way_to_load_widely_are_no_fault() -> None:
+    by_tma = {"wgmma.mma_async": 8, "cp.async.bulk.tensor": 10}
+    assert faults(CASE, 90, replace(REPORT, registers=116, instructions=by_tma), BEFORE) == []
+    assert faults(CASE, 90, replace(REPORT, registers=20, shared_bytes=0), BEFORE) == []
+
+
+def test_without_a_record_only_spills_and_wants_count() -> None:
+    assert faults(CASE, 90, replace(REPORT, registers=255), {}) == []
+    assert faults(CASE, 90, replace(REPORT, spills=4), {}) == ["k (c) for sm_90a: spills 4 bytes"]
+    wanting = replace(CASE, wants={90: ("tcgen05.mma",)})
+    assert faults(wanting, 90, REPORT, {}) == ["k (c) for sm_90a: no tcgen05.mma any more"]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "compiled.json"
+    assert read_record(path) == ("", {})
+    write_record("3.8.0", [Recorded(REPORT, "abc")], path)
+    assert read_record(path) == ("3.8.0", {key_of(REPORT): Recorded(REPORT, "abc")})
+
+
+def test_a_fingerprint_is_of_all_that_the_compiler_reads() -> None:
+    case = named("fp8_gemm 128x256x128")
+    one = fingerprint(case, 90, "3.8.0")
+    assert one == fingerprint(case, 90, "3.8.0")
+    others = {
+        fingerprint(case, 100, "3.8.0"),
+        fingerprint(case, 90, "3.9.0"),
+        fingerprint(replace(case, num_stages=2), 90, "3.8.0"),
+        fingerprint(replace(case, constexprs={**case.constexprs, "GROUP": 4}), 90, "3.8.0"),
+        fingerprint(named("grouped_gemm_masked 128x256x128"), 90, "3.8.0"),
+    }
+    assert one not in others and len(others) == 5
+
+
+def test_words_are_found_with_what_stands_between_their_parts() -> None:
+    ptx = """
+    @%p1 ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.b32 { %r1 }, [ %rd1 ];
+    cp.async.cg.shared.global [ %r1 ], [ %rd1 ], 0x10;
+    { wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {%f1}, %rd1, %rd2; }
+    st.global.v4.b32 [ %rd1 ], {%r1};
+    """
+    words = ("ld.global.v4", "wgmma", "wgmma.mma_async", "cp.async.cg", "tcgen05.mma", "wide loads")
+    assert count_words(ptx, words) == dict(zip(words, (1, 1, 1, 1, 0, 2), strict=True))
+
+
+def test_the_assemblers_log() -> None:
+    log = "0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\nUsed 90 registers, x"
+    assert read_assembler_log(log) == (90, 20)
+    with pytest.raises(CompileFailed, match="nothing of registers"):
+        read_assembler_log("fatal: no")
+
+
+def test_a_kernel_that_does_not_compile_is_named() -> None:
+    case = named("quant 32x128 w4 fp32")
+    broken = replace(case, constexprs={**case.constexprs, "BLOCKS": 33})
+    with pytest.raises(CompileFailed, match="quant \\(32x128 w4 fp32\\) for sm_90a: "):
+        compile_case(broken, 90)
+
+
+def test_the_command_compiles_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert KernelCompilation("quant 32x128 w4 ue8m0", processes=1).run(as_json=True) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert [row["arch"] for row in found["kernels"]] == ["sm_90a", "sm_100a"]
+    for row in found["kernels"]:
+        assert row["kernel"] == "quant" and row["config"] == "32x128 w4 ue8m0"
+        assert row["registers"] > 0 and row["spills"] == 0 and row["shared_bytes"] >= 0
+        assert row["instructions"]["ld.global.v4"] > 0
+    assert found["worse"] == [] and "nothing worse" in out
+
+
+def test_a_name_that_is_in_no_kernel() -> None:
+    with pytest.raises(ConfigError, match="in no kernel's name: .*fp8_gemm"):
+        KernelCompilation("fp9").run(as_json=False)
+    with pytest.raises(ConfigError, match="not with --only"):
+        KernelCompilation("quant", renew=True).run(as_json=False)
+
+
+def test_without_triton_modules_import_costs_are_told_and_kernels_say_what_is_missing() -> None:
+    code = f"""
+import sys
+sys.modules["triton"] = None
+from importlib import import_module
+import torch
+from models.deepseek.kernels.gpu.errors import TritonMissing
+for name in {MODULES!r}:
+    import_module("models.deepseek.kernels.gpu." + name)
+from models.deepseek.kernels.gpu import fp8_gemm, grouped_gemm, norm_quant, quant
+print(fp8_gemm.cost(1, 256, 128).bytes, grouped_gemm.cost([1, 0], 256, 128).flops)
+try:
+    quant.quantise(torch.zeros(2, 128))
+except TritonMissing as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=120
+    )
+    first, second = run.stdout.splitlines()
+    # 1 row and 256 columns of 128, scales of 1 row and 2 column blocks, 256 results in bf16.
+    assert first == f"{257 * 128 + 4 * 3 + 512} {2 * 256 * 128}", run.stderr
+    assert second.startswith("quant_kernel: triton is not installed") and "pip install" in second
+
+
+def test_costs_add_and_tell_the_limit() -> None:
+    both = KernelCost(100, 10) + KernelCost(20, 5) * 2
+    assert both == KernelCost(140, 20)
+    assert both.seconds(70, 4) == 5 and both.bound(70, 4) == "compute"
+    assert both.seconds(7, 4) == 20 and both.bound(7, 4) == "memory"
