@@ -31,6 +31,7 @@ from moeserve.speculate.cost_model import Costs
 
 MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
+LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
 PROBE, PROBE_STEPS = 256, 2
 LOOK = 8
@@ -152,7 +153,7 @@ class AdaptiveDepth:
         elif best != self.depth and self._since >= HOLD:
             # Back to less is as good as forward to more: both must be worth it. But a depth that
             # loses against none is left at once.
-            loses = rates[self.depth] < rates[0]
+            loses = rates[self.depth] * LEAST < rates[0]
             if loses or rates[best] > rates[self.depth] * MARGIN:
                 self._move(best)
         if self.depth == 0:
@@ -172,6 +173,7 @@ class AdaptiveDepth:
     def pass_by(self) -> int:
         """A step in which somebody decodes and nobody looks."""
         self._off += 1
+        self._since += 1
         return self.depth
 
     def _move(self, depth: int) -> None:

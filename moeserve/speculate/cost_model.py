@@ -14,52 +14,58 @@ Knows: seconds and counts, in whole nanoseconds where ranks must agree. Pure: no
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-
-from moeserve.draw import Doubles
+from math import isfinite
 
 KEEP = 0.98  # weight that a step keeps with each later one: about the last 50 steps count
 USUAL = 3.0  # a step may be off by so many times the usual deviation before it is held back
-SLOPE = 0.02  # prior: one more token costs so much of a step of one
+SLOPE = 0.04  # prior: one more token costs so much of a step of none
+TRUST = 0.1
 
 
 class LineFit:
-    """y = a + b * x by weighted least squares, with forgetting and a prior of `weight` steps that
-    says b = ratio * a."""
+    """y = a + b * x by weighted least squares, with forgetting and a prior that says b = ratio * a.
 
-    def __init__(self, ratio: float, keep: float = KEEP, weight: float = 1.0) -> None:
-        self._ratio, self._keep, self._weight = ratio, keep, weight
-        self._sums: Doubles = np.zeros(5)  # 1, x, y, xx, xy
+    The prior weighs as much as steps would that tell b to TRUST of the mean a unit of x: the more
+    the steps shake, the more of them it takes to say otherwise. In plain floats: called each step.
+    """
+
+    __slots__ = ("_deviation", "_keep", "_n", "_ratio", "_sx", "_sxx", "_sxy", "_sy", "num_points")
+
+    def __init__(self, ratio: float, keep: float = KEEP) -> None:
+        self._ratio, self._keep = ratio, keep
+        self._n = self._sx = self._sy = self._sxx = self._sxy = 0.0
         self._deviation = 0.0
         self.num_points = 0
 
     def add(self, x: float, y: float) -> None:
-        if y <= 0 or not np.isfinite(y):
+        if y <= 0 or not isfinite(y):
             return
         if self.num_points >= 3:
             guess = self(x)
             off = y - guess
             bound = USUAL * max(self._deviation, 0.02 * guess)
             self._deviation += 0.1 * (min(abs(off), bound) - self._deviation)
-            y = guess + float(np.clip(off, -bound, bound))
+            y = guess + min(max(off, -bound), bound)
         elif self.num_points == 2:
             self._deviation = abs(y - self(x)) / 2
-        self._sums *= self._keep
-        self._sums += (1.0, x, y, x * x, x * y)
+        keep = self._keep
+        self._n = self._n * keep + 1.0
+        self._sx = self._sx * keep + x
+        self._sy = self._sy * keep + y
+        self._sxx = self._sxx * keep + x * x
+        self._sxy = self._sxy * keep + x * y
         self.num_points += 1
 
     @property
     def line(self) -> tuple[float, float]:
         """(a, b), neither below 0. Zeros before the first point."""
-        n, sx, sy, sxx, sxy = self._sums.tolist()
-        if not n:
+        if not self._n:
             return 0.0, 0.0
-        mean_x, mean_y = sx / n, sy / n
-        spread, common = sxx - sx * mean_x, sxy - sx * mean_y
+        mean_x, mean_y = self._sx / self._n, self._sy / self._n
+        spread, common = self._sxx - self._sx * mean_x, self._sxy - self._sx * mean_y
         # The prior is a slope as well, that of a line through the mean with b = ratio * a.
         prior = self._ratio * mean_y / (1 + self._ratio * mean_x)
-        weight = self._weight
+        weight = max(1.0, (self._deviation * (1 + mean_x) / (TRUST * mean_y)) ** 2)
         slope = (common + weight * prior) / (spread + weight)
         slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else slope)
         return mean_y - slope * mean_x, slope

@@ -105,15 +105,19 @@ class MtpDrafter:
             batch = rows.batch(self._cache.block_size, self._pages.device)
             self._begin_round(number, batch.num_tokens)
             out = self._model.draft(batch, hidden, batch.token_ids, self._cache)
-            last, keep = out.hidden[batch.logits_rows], []
+            keep: list[int] = []
             try:
                 keep = chains.extend(rows.going, out.logits)
             except Exception as error:  # peers are in the next round: so must this rank be
                 self.failure = one_line(error)
             if number + 1 == depth:
                 break
-            hidden = last[keep] if keep else self._no_rows.to(last.dtype)
-            going, rows = [rows.going[place] for place in keep], RoundRows()
+            going = rows.going
+            if len(keep) < batch.num_tokens:
+                hidden = out.hidden[batch.logits_rows[keep]]
+            else:
+                hidden = out.hidden
+            going, rows = [going[place] for place in keep], RoundRows()
             for i in going:
                 end = self._known[asks[i].sequence.request_id].end
                 self._add(rows, i, asks[i], end + number, chains.tokens[i][-1:], True)
