@@ -248,12 +248,19 @@ def test_calls_that_failed_count_apart() -> None:
     assert empty["latency_ms"]["ttft"] is None and empty["tokens"]["input"] is None
 
 
-def test_several_tokens_of_an_event_came_at_once() -> None:
-    several = call(0, 0.0, [1.0, 2.0])
-    several.counts = array("q", [1, 3])
-    several.output_tokens = None
-    assert several.num_output == 4 and several.tpot == pytest.approx(1 / 3)
-    assert sorted(gaps(several)) == [0.0, 0.0, 1.0]
+def test_itl_is_between_events_of_our_server_and_of_a_peer_alike() -> None:
+    ours = call(0, 0.0, [1.0, 2.0])
+    ours.counts = array("q", [1, 3])
+    ours.output_tokens = None
+    peers = call(0, 0.0, [1.0, 2.0])
+    peers.output_tokens = 4  # by usage
+    for several in (ours, peers):
+        assert several.num_output == 4 and several.tpot == pytest.approx(1 / 3)
+        assert gaps(several) == [1.0]
+        assert figures([several], 1, 1, Limits())["tokens_an_event"] == 2.0
+    unknown = call(0, 0.0, [1.0, 2.0])
+    unknown.output_tokens = None
+    assert figures([peers, unknown], 1, 1, Limits())["tokens_an_event"] is None
 
 
 @given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=200))

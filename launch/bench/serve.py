@@ -10,8 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.bench.serve_call import Call
 from launch.bench.serve_drive import Driven
 from launch.bench.serve_flags import Ask
+from launch.bench.serve_load import Load
 from launch.bench.serve_run import Run
 from moeserve.errors import ConfigError
 from moeserve.terminal import say
@@ -35,7 +37,7 @@ def serve(ask: Ask) -> None:
         run.peer.close()
     write_json(ask.json, report)
     if ask.record is not None:
-        _record(ask.record, driven)
+        _record(ask.record, load, driven)
     if ask.html is not None:
         from launch.bench.report_html import page
 
@@ -74,23 +76,21 @@ def need_pictures(flag: str) -> None:
         ) from None
 
 
-def _record(path: Path, driven: Driven) -> None:
+def _record(path: Path, load: Load, driven: Driven) -> None:
     from launch.bench.serve_load import Turn
     from launch.bench.serve_trace import write_trace
+
+    def turn_of(call: Call) -> Turn:
+        drawn = True
+        if load.trace is not None:
+            told = load.trace[call.conversation].turns[call.turn]
+            drawn = told.given is None or told.drawn
+        return Turn(call.prompt_tokens or call.asked_input, call.asked_output, drawn=drawn)
 
     made = zip(driven.calls, driven.prompts, strict=True)
     ordered = sorted(made, key=lambda pair: pair[0].sent)
     first = ordered[0][0].sent if ordered else 0.0
-    several = any(call.turn for call, _ in ordered)
     write_trace(
         path,
-        (
-            (
-                call.sent - first,
-                number if several else call.conversation,  # a turn's prompt has all before it
-                Turn(call.prompt_tokens or call.asked_input, call.asked_output),
-                prompt,
-            )
-            for number, (call, prompt) in enumerate(ordered)
-        ),
+        ((call.sent - first, call.conversation, turn_of(call), prompt) for call, prompt in ordered),
     )

@@ -48,7 +48,7 @@ class Fault:
 @dataclass(frozen=True)
 class Target:
     """Where calls go and what all of them say. token_ids: the server tells the ids of tokens, so
-    that each is counted when it comes."""
+    that each is counted when it comes. keep_text: answers are looked at after the run."""
 
     url: str
     model: str
@@ -57,6 +57,7 @@ class Target:
     temperature: float = 0.0
     ignore_eos: bool = False
     token_ids: bool = False
+    keep_text: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
 
@@ -95,13 +96,15 @@ class Target:
 @dataclass
 class Call:
     """What became of a call. Times are seconds since the run's start; token counts are the
-    server's usage, or None. counts: tokens of each event in `times`, where ids were told."""
+    server's usage, or None. counts: tokens of each event in `times`, where ids were told. held:
+    seconds by which the answer before came after the time that was recorded for this turn."""
 
     conversation: int
     turn: int
     asked_input: int
     asked_output: int
     due: float | None
+    held: float = 0.0
     sent: float = 0.0
     ended: float = 0.0
     times: array[float] = field(default_factory=lambda: array("d"))
@@ -112,8 +115,11 @@ class Call:
     finish: str | None = None
     fault: str | None = None
     detail: str = ""
-    text: str = ""  # the answer; dropped when the conversation has gone on
+    text: str = ""  # the answer; dropped when the conversation has gone on, save for keep_text
     beside: bool = False  # reasoning or calls of tools came, which are no text
+    calls_tools: bool = False
+    num_bytes: int = 0  # of text and reasoning
+    num_events: int = 0  # those without text too
 
     @property
     def good(self) -> bool:
@@ -125,10 +131,17 @@ class Call:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the answer: usage, else what was seen (an event counts as one)."""
-        if self.output_tokens is not None:
-            return self.output_tokens
-        return len(self.times) if self.counts is None else sum(self.counts)
+        """Tokens of the answer: usage, else what was seen (an event counts as one). Of a call that
+        failed never more than was seen, nor than was asked for."""
+        seen = len(self.times) if self.counts is None else sum(self.counts)
+        if not self.good:
+            return min(seen, self.asked_output)
+        return seen if self.output_tokens is None else self.output_tokens
+
+    @property
+    def in_one_event(self) -> bool:
+        """All of several tokens came at once: nothing tells how long each took."""
+        return len(self.times) == 1 and self.num_output > 1
 
     @property
     def ttft(self) -> float | None:
@@ -230,14 +243,15 @@ class _Reader:
             call.cached_tokens = details.get("cached_tokens", call.cached_tokens)
         for choice in event.get("choices") or ():
             said = choice.get("text") or ""
-            beside = None
+            thought = tools = None
             if delta := choice.get("delta"):
                 said = delta.get("content") or ""
-                beside = (
-                    delta.get("reasoning_content")
-                    or delta.get("reasoning")
-                    or delta.get("tool_calls")
-                )
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                tools = delta.get("tool_calls")
+            beside = thought or tools
+            call.num_events += 1
+            call.num_bytes += len(said.encode()) + len(str(thought or "").encode())
+            call.calls_tools = call.calls_tools or bool(tools)
             count = len(choice.get("token_ids") or ()) if call.counts is not None else 0
             if count or (call.counts is None and (said or beside)):
                 call.times.append(now)
@@ -270,6 +284,17 @@ def judge(call: Call, target: Target, done: bool) -> None:
     elif streamed is not None and call.output_tokens not in (None, streamed):
         call.fault = Fault.DISAGREES
         call.detail = f"{streamed} tokens streamed, {call.output_tokens} in usage"
+    elif (
+        call.counts is None
+        and call.output_tokens is not None
+        and not call.calls_tools
+        and call.output_tokens > call.num_bytes + call.num_events
+    ):  # a token is a byte at least, or came without text in an event of its own
+        call.fault = Fault.DISAGREES
+        call.detail = (
+            f"{call.output_tokens} tokens in usage, {call.num_bytes} bytes of text in "
+            f"{call.num_events} events"
+        )
     elif call.counts is None and call.output_tokens is None:
         return  # nothing tells how many tokens there were
     elif tokens > asked:

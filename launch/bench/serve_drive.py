@@ -21,6 +21,7 @@ from launch.bench.serve_load import Conversation, Load
 from launch.bench.serve_prompts import PromptMaker
 
 TICK = 0.02  # seconds between two looks at how late the event loop is
+_LOOK_SECONDS = 5.0
 SOON = 0.002  # a call that is due within this is sent by yielding, not by a timer
 
 
@@ -40,11 +41,13 @@ class Tally:
 @dataclass
 class Driven:
     """All calls of a run, and what the generator was like. lags: seconds each loop tick was late.
-    sent_prompts: what calls carried, where that is to be recorded, in the order of calls."""
+    prompts: what calls carried, where that is to be recorded, in the order of calls. left_out:
+    turns that were not asked because one before them failed."""
 
     calls: list[Call] = field(default_factory=list)
     prompts: list[Any] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
+    left_out: int = 0
     cpu_share: float = 0.0
     seconds: float = 0.0
     interrupted: bool = False
@@ -81,6 +84,18 @@ def drive(
     now and then, to show progress. stop_signal: ends it with what was done."""
     run = _Run(load, target, maker, tally, share or Share(), watch, keep_prompts, stop_signal)
     return _loop(run.run(start))
+
+
+def look(target: Target) -> None:
+    """Ask for the server's models as calls are sent, so that the first call does not wait for what
+    a client needs once. What comes of it does not count."""
+
+    async def ask() -> None:
+        with contextlib.suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_LOOK_SECONDS), target.client() as http:
+                await http.get("/v1/models")
+
+    _loop(ask())
 
 
 def _loop(work: Any) -> Any:
@@ -155,9 +170,12 @@ class _Run:
 
     async def _at_their_times(self) -> AsyncIterator[Conversation]:
         for conversation in self._share.of(self._load.conversations()):
-            wait = (conversation.at or 0.0) - self._now()
-            await asyncio.sleep(wait if wait > SOON else 0)
+            await self._until(conversation.at or 0.0)
             yield conversation
+
+    async def _until(self, at: float) -> None:
+        wait = at - self._now()
+        await asyncio.sleep(wait if wait > SOON else 0)
 
     async def _closed(self, http: httpx.AsyncClient) -> None:
         """So many clients, each with one call in flight until nothing is left."""
@@ -181,11 +199,21 @@ class _Run:
     async def _talk(
         self, http: httpx.AsyncClient, conversation: Conversation, due: float | None
     ) -> None:
-        """Turn after turn; it ends with the first that fails."""
+        """Turn after turn, those of a trace not before their time; it ends with the first that
+        fails, and where the time to begin calls is over."""
         said: list[dict[str, Any]] = []
+        limit = self._load.seconds
         for number, turn in enumerate(conversation.turns):
             asked = (turn.input_tokens, turn.output_tokens)
             call = Call(conversation.number, number, *asked, due if not number else None)
+            if number:
+                answered = self._now()
+                if limit is not None and max(answered, turn.at or 0.0) > limit:
+                    return
+                if turn.at is not None:
+                    call.due = max(turn.at, answered)
+                    call.held = max(0.0, answered - turn.at)
+                    await self._until(turn.at)
             prompt = self._maker.of(conversation.number, number, turn)
             if self._target.chat:
                 recorded = isinstance(prompt, list)  # messages
@@ -200,9 +228,12 @@ class _Run:
             finally:
                 self._count(call)
             if not call.good:
+                if call.fault != CUT:
+                    self._driven.left_out += len(conversation.turns) - number - 1
                 return
             said = [*said, {"role": "assistant", "content": call.text}]
-            call.text = ""
+            if not self._target.keep_text:
+                call.text = ""
 
     def _count(self, call: Call) -> None:
         if call.fault == CUT:

@@ -16,6 +16,8 @@ from launch.bench.serve_call import CUT, Call
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 BINS = 60  # of the picture of throughput over time
 EXAMPLES = 3  # of what a kind of error said
+_PIECE = 4  # events that no server makes within one reading of a socket
+_BUSY, _COARSE = 0.85, 0.25  # share of a core; of a figure that timers may be late by
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,11 @@ class Limits:
     tpot_ms: float | None = None
 
     def kept_by(self, call: Call) -> bool:
-        """A call of one token has no time a token."""
+        """A call of one token has no time a token; one of more that came in a single event hides
+        it, and keeps no limit of it."""
         if not call.good or call.ttft is None:
+            return False
+        if self.tpot_ms is not None and call.in_one_event:
             return False
         if self.ttft_ms is not None and 1e3 * call.ttft > self.ttft_ms:
             return False
@@ -54,13 +59,18 @@ def latency(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def gaps(call: Call) -> list[float]:
-    """Seconds between events of a call. Where an event brings several tokens, all but the first of
-    them came at once: 0."""
-    found = [b - a for a, b in zip(call.times, call.times[1:], strict=False)]
-    if call.counts is None:
-        return found
-    extra = sum(call.counts) - len(call.counts)
-    return found + [0.0] * extra
+    """Seconds between events of a call, whatever number of tokens each brought: what can be seen of
+    every server alike. How many they bring is told beside it (`tokens_an_event`)."""
+    return [b - a for a, b in zip(call.times, call.times[1:], strict=False)]
+
+
+def tokens_an_event(calls: Sequence[Call]) -> float | None:
+    """Of good calls; None where nothing tells how many tokens there were. Above 1: several came at
+    once, or some had no text to be seen by."""
+    seen = [x for x in calls if x.good and x.times]
+    if not seen or any(x.output_tokens is None and x.counts is None for x in seen):
+        return None
+    return sum(x.num_output for x in seen) / sum(len(x.times) for x in seen)
 
 
 def ended(calls: Sequence[Call]) -> list[Call]:
@@ -93,7 +103,7 @@ def figures(
         "itl": latency(gap for x in good for gap in gaps(x)),
         "e2e": latency(x.seconds for x in good),
     }
-    known = tokens["cached_input"] is not None and tokens["input"]
+    known = tokens["cached_input"] is not None and tokens["input_with_cached_told"]
     return {
         "seconds": seconds,
         "nodes": nodes,
@@ -116,9 +126,21 @@ def figures(
         "latency_ms": latencies,
         "limits": limits.as_json(),
         "goodput_requests_per_second": kept / seconds,
-        "cache_hit_share": tokens["cached_input"] / tokens["input"] if known else None,
+        "cache_hit_share": (
+            tokens["cached_input"] / tokens["input_with_cached_told"] if known else None
+        ),
+        "tokens_an_event": tokens_an_event(good),
+        "not_streamed": {
+            "in_one_event": sum(x.in_one_event for x in good),
+            "in_one_piece": sum(_in_one_piece(x) for x in good),
+        },
         "tokens_are": tokens_are(calls),
     }
+
+
+def _in_one_piece(call: Call) -> bool:
+    """Several events were read at one moment: they waited for each other on the way."""
+    return len(call.times) >= _PIECE and call.times[0] == call.times[-1]
 
 
 def tokens_are(calls: Sequence[Call]) -> str:
@@ -143,17 +165,22 @@ def errors_by_kind(calls: Sequence[Call]) -> dict[str, dict[str, Any]]:
 
 
 def _tokens(calls: Sequence[Call]) -> dict[str, Any]:
-    """None for what the server did not tell of any call."""
+    """None for what the server did not tell of any call; cached and computed ones are of the calls
+    that told them."""
     known = [x for x in calls if x.prompt_tokens is not None]
     prompt = sum(x.prompt_tokens or 0 for x in known) if known else None
     told = [x for x in known if x.cached_tokens is not None]
     cached = sum(x.cached_tokens or 0 for x in told) if told else None
-    computed = None if prompt is None or cached is None else prompt - cached
+    theirs = sum(x.prompt_tokens or 0 for x in told) if told else None
+    computed = None if theirs is None or cached is None else theirs - cached
     output = sum(x.num_output for x in calls)
     return {
         "input": prompt,
         "computed_input": computed,
         "cached_input": cached,
+        "input_with_cached_told": theirs,
+        "calls_with_input_told": len(known),
+        "calls_with_cached_told": len(told),
         "output": output,
         "asked_input": sum(x.asked_input for x in calls),
         "asked_output": sum(x.asked_output for x in calls),
@@ -213,27 +240,43 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def generator(
-    calls: Sequence[Call], lags: Sequence[float], cpu_share: float, workers: int
+    calls: Sequence[Call],
+    lags: Sequence[float],
+    cpu_share: float,
+    workers: int,
+    kept_up: bool | None = None,
 ) -> dict[str, Any]:
     """Was it the load generator that was measured? late_ms: sent after the time that was due (open
     loop only); loop_late_ms: how late a timer of the event loop came, which every time that was
-    taken may be off by. why: in words, "" where it was not the limit."""
+    taken may be off by. kept_up: whether the server did; where it did not, timers that come late
+    explain nothing, only a generator without a core to itself would. why: in words, "" where it was
+    not the limit. coarse: figures that are hardly longer than timers are late."""
     late = latency(max(0.0, x.sent - x.due) for x in calls if x.due is not None)
     loop = latency(lags)
     good = [x for x in calls if x.good]
     ttft = latency(x.ttft for x in good if x.ttft is not None)
-    tpot = latency(x.tpot for x in good if x.tpot is not None)
-    shortest = min((x["p50"] for x in (ttft, tpot) if x is not None), default=None)
+    spans = {  # what is read off the clock for each: of TPOT all tokens together
+        "ttft": ttft,
+        "tpot": latency(x.times[-1] - x.times[0] for x in good if x.tpot is not None),
+        "itl": latency(gap for x in good for gap in gaps(x)),
+    }
+    coarse = {
+        name: span["p50"]
+        for name, span in spans.items()
+        if loop is not None and span is not None and loop["p90"] > max(2.0, _COARSE * span["p50"])
+    }
     why = []
-    if cpu_share > 0.85:
+    if cpu_share > _BUSY:
         why.append(f"it used {cpu_share:.0%} of a core: give it more --workers")
-    if loop is not None and shortest is not None and loop["p90"] > max(2.0, 0.25 * shortest):
-        why.append(
-            f"its event loop was {loop['p90']:.1f} ms late in one of ten cases, beside a median "
-            f"of {shortest:.1f} ms that it measured"
-        )
-    if late is not None and ttft is not None and late["p99"] > max(20.0, 0.25 * ttft["p50"]):
-        why.append(f"one of a hundred calls was sent {late['p99']:.0f} ms after its time")
+    if kept_up is not False:
+        for name, words in (("ttft", "of the TTFT"), ("tpot", "from first to last token")):
+            if name in coarse and loop is not None:
+                why.append(
+                    f"its event loop was {loop['p90']:.1f} ms late in one of ten cases, beside a "
+                    f"median of {coarse[name]:.1f} ms {words} that it measured"
+                )
+        if late is not None and ttft is not None and late["p99"] > max(20.0, _COARSE * ttft["p50"]):
+            why.append(f"one of a hundred calls was sent {late['p99']:.0f} ms after its time")
     if why and cpu_share < 0.5:
         why.append(f"its own work is {cpu_share:.0%} of a core: this machine is busy with others")
     return {
@@ -241,6 +284,8 @@ def generator(
         "cpu_share": cpu_share,
         "late_ms": late,
         "loop_late_ms": loop,
+        "coarse": list(coarse),
+        "server_kept_up": kept_up,
         "was_limit": bool(why),
         "why": "; ".join(why),
     }

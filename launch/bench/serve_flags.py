@@ -136,7 +136,7 @@ class Ask:
             problems.append(f"--turns {self.turns}: a conversation needs --endpoint chat")
         for file in (self.json, self.html, self.record):
             if file is not None and not file.resolve().parent.is_dir():
-                problems.append(f"{file}: no folder {file.resolve().parent.name!r} to write it to")
+                problems.append(f"{file}: no folder {str(file.parent)!r} to write it to")
         return problems
 
     @property

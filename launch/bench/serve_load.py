@@ -103,14 +103,17 @@ class SharedPrefix:
 @dataclass(frozen=True)
 class Turn:
     """One call to make. input_tokens: new ones, what was said before excluded. given: a recorded
-    prompt (text, token ids or messages); blocks: of a trace that only tells which blocks of prompts
-    are the same."""
+    prompt (text, token ids or messages), drawn: of random tokens once; blocks: of a trace that only
+    tells which blocks of prompts are the same. at: seconds after the start when a recorded one is
+    due; it never comes before the answer to the turn before. None: as soon as that is there."""
 
     input_tokens: int
     output_tokens: int
     shared: int = 0  # of input_tokens, from the common prefix
     given: Any = None
     blocks: tuple[int, ...] = ()
+    at: float | None = None
+    drawn: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,11 @@ class Peer:
 
     @property
     def num_nodes(self) -> int | None:
-        """Machines, by the names that ranks give."""
+        """As the job was started; of a job that does not tell, machines by the names that ranks
+        give (two nodes may have one name)."""
+        told = ((self.health or {}).get("launch") or {}).get("nodes")
         hosts = {x.get("host") for x in self.ranks}
-        return len(hosts) or None
+        return len(told or hosts) or None
 
     @property
     def here(self) -> bool:
@@ -190,7 +192,10 @@ class Peer:
             return dict(cards[0])
         if model in names:
             return dict(cards[names.index(model)])
-        raise MoeserveError(f"{self.url}: no model {model!r}; served there: {', '.join(names)}")
+        served = ", ".join(names) or "nothing"
+        if model is None:
+            raise MoeserveError(f"{self.url}/v1/models: lists no model; say --model")
+        raise ConfigError([f"--model {model!r}: not served at {self.url}; served there: {served}"])
 
     def _health(self) -> dict[str, Any] | None:
         try:
@@ -217,7 +222,9 @@ def parse_samples(text: str) -> Samples:
 
 
 def step_breakdown(before: Snapshot, after: Snapshot) -> list[dict[str, Any]]:
-    """A row a rank: steps, milliseconds of one, and of each part of it."""
+    """A row a rank: steps, milliseconds of one, and of each part of it. A step is all of it, as in
+    `moeserve trace` and `bench offline`: planning, waiting in lockstep, forward, sampling, commit.
+    The server's counter of steps begins after lockstep, so that what lies before is added."""
     rows = []
     steps = _grown(before, after, "steps_total")
     seconds = _grown(before, after, "step_seconds_total")
@@ -226,16 +233,14 @@ def step_breakdown(before: Snapshot, after: Snapshot) -> list[dict[str, Any]]:
     for key in sorted(steps, key=lambda x: int(x[0])):
         count = steps[key]
         per_step = 1e3 / count if count else 0.0
+        own = {part: value for (part, rank), value in sorted(parts.items()) if rank == key[0]}
+        whole = max(seconds.get(key, 0.0) + own.get("lockstep", 0.0), sum(own.values()))
         rows.append(
             {
                 "rank": int(key[0]),
                 "steps": int(count),
-                "step_ms": seconds.get(key, 0.0) * per_step,
-                "parts_ms": {
-                    part: value * per_step
-                    for (part, rank), value in sorted(parts.items())
-                    if rank == key[0]
-                },
+                "step_ms": whole * per_step,
+                "parts_ms": {part: value * per_step for part, value in own.items()},
                 "dispatch_bytes": int(sent.get(key, 0)),
             }
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.serve_load import Turn
+from launch.bench.serve_text import open_tokenizer
 from launch.bench.serve_trace import BLOCK_TOKENS
-from moeserve.errors import ConfigError
 
 _GUESS = 1.4  # tokens a word, where nothing can tell
 WORDS = tuple(
@@ -49,15 +49,7 @@ class Pool:
     @classmethod
     def of_folder(cls, folder: Path) -> Pool:
         """From tokenizer.json. ConfigError where there is none that can be used."""
-        from tokenizers import Tokenizer
-
-        file = folder / "tokenizer.json" if folder.is_dir() else folder
-        if not file.is_file():
-            raise ConfigError([f"--tokenizer {folder}: no tokenizer.json there"])
-        try:
-            tokenizer: Any = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises a bare Exception
-            raise ConfigError([f"--tokenizer {folder}: {error}"]) from None
+        tokenizer = open_tokenizer(folder)
         added = set(tokenizer.get_added_tokens_decoder())
         ids = sorted(set(tokenizer.get_vocab(with_added_tokens=False).values()) - added)
         costs = [

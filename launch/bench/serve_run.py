@@ -1,7 +1,7 @@
 """One measured run against a server: warm-up, the load, what server and calls tell, as one report.
 
-What `bench serve` does once and `bench sweep` at each rate. Says in plain words what was simulated
-or forced. Knows the parts; nothing of screens and files.
+What `bench serve` does once and `bench sweep` at each rate. Knows the parts; nothing of screens and
+files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.bench.serve_call import Target
+from launch.bench.serve_caveats import cache_words, caveats, of_turns, text_words
 from launch.bench.serve_drive import Driven, Tally
 from launch.bench.serve_figures import Limits, figures, generator, over_time, samples
 from launch.bench.serve_flags import Ask
-from launch.bench.serve_load import Load
+from launch.bench.serve_load import Conversation, Load, Turn
 from launch.bench.serve_peer import (
     Peer,
     Snapshot,
@@ -28,7 +29,9 @@ from launch.bench.serve_peer import (
 )
 from launch.bench.serve_progress import LoadProgress
 from launch.bench.serve_prompts import Pool, PromptMaker
-from launch.bench.serve_workers import drive_together
+from launch.bench.serve_text import Count, check_texts, token_counter
+from launch.bench.serve_workers import Warm, drive_together
+from launch.bench.sweep_pace import pace_of
 from moeserve.errors import ConfigError, MoeserveError
 
 FORMAT = "moeserve bench serve 1"
@@ -36,12 +39,14 @@ FORMAT = "moeserve bench serve 1"
 
 @dataclass(frozen=True)
 class Run:
-    """A server and what it is asked; `measure` may be called again with another load."""
+    """A server and what it is asked; `measure` may be called again with another load. count: tokens
+    of a text, where a tokenizer was given."""
 
     ask: Ask
     peer: Peer
     pool: Pool
     target: Target
+    count: Count | None = None
 
     @classmethod
     def open(cls, ask: Ask, load: Load) -> Run:
@@ -55,11 +60,13 @@ class Run:
             temperature=ask.temperature,
             ignore_eos=ask.ignore_eos,
             token_ids=peer.ours,
+            keep_text=ask.tokenizer is not None and not peer.ours,
             extra=ask.extra(),
             timeout=ask.timeout,
         )
         _check_trace(load, target)
-        run = cls(ask, peer, _pool(ask, load, peer), target)
+        count = token_counter(ask.tokenizer) if ask.tokenizer and target.keep_text else None
+        run = cls(ask, peer, _pool(ask, load, peer), target, count)
         run.check_room(load)
         return run
 
@@ -102,16 +109,10 @@ class Run:
 
     def warm_up(self, load: Load) -> None:
         """Calls that do not count, with prompts of their own. MoeserveError if all of them fail."""
-        if not self.ask.warmup:
+        warm = self._warm(load)
+        if warm is None:
             return
-        count = self.ask.warmup
-        small = replace(
-            load, rate=None, trace=None, seconds=None, requests=count, concurrency=min(count, 8)
-        )
-        if load.trace is not None:
-            small = replace(small, trace=tuple(replace(x, at=None) for x in load.trace[:count]))
-        maker = self._maker(load, self.ask.seed + 1_000_003)
-        done = drive_together(1, small, self.target, maker, Tally(), lambda: None)
+        done = drive_together(1, warm[0], self.target, warm[1], Tally(), lambda: None, warm=warm)
         if done.interrupted:
             raise KeyboardInterrupt
         failed = [x for x in done.calls if not x.good]
@@ -119,27 +120,64 @@ class Run:
             worst = failed[0]
             raise MoeserveError(f"warm-up: every call failed: {worst.fault}: {worst.detail}")
 
+    def _warm(self, load: Load) -> Warm | None:
+        """One turn a call. Of a trace the lengths are taken, not the prompts: a server that keeps
+        prefixes would have those of the run already."""
+        count = self.ask.warmup
+        if not count:
+            return None
+        small = replace(
+            load,
+            rate=None,
+            trace=None,
+            seconds=None,
+            requests=count,
+            concurrency=min(count, 8),
+            turns=1,
+        )
+        if load.trace is not None:
+            turns = (x.turns[0] for x in load.trace[:count])
+            small = replace(small, trace=tuple(_like(k, turn) for k, turn in enumerate(turns)))
+        return small, self._maker(load, self.ask.seed + 1_000_003)
+
     def measure(self, load: Load, what: str = "calls") -> tuple[dict[str, Any], Driven]:
         """The report, and the calls themselves."""
-        emptied = not self.ask.keep_cache and self.peer.reset_cache()
-        before = self.peer.snapshot()
+        emptied, before, began = False, Snapshot(), ""
+
+        def ready() -> None:
+            nonlocal emptied, before, began
+            emptied = not self.ask.keep_cache and self.peer.reset_cache()
+            before = self.peer.settled(0, before)  # what warmed up is counted by then
+            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
         tally = Tally()
         progress = LoadProgress(tally, what, load.total, load.seconds)
-        began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            driven = self._drive(load, tally, progress)
+            driven = self._drive(load, tally, progress, ready)
         finally:
             progress.close()
+        checked = None if self.count is None else check_texts(driven.calls, self.count)
         output = sum(x.num_output for x in driven.calls)
         after = self.peer.settled(output, before)
         report = self._report(load, driven, before, after, began)
-        report["caveats"].append(_cache_words(emptied, self.ask.keep_cache))
+        report["caveats"] += text_words(checked)
+        report["caveats"].append(cache_words(emptied, self.ask.keep_cache))
         return report, driven
 
-    def _drive(self, load: Load, tally: Tally, watch: Callable[[], None]) -> Driven:
-        maker = self._maker(load, self.ask.seed)
-        keep = self.ask.record is not None
-        return drive_together(self.ask.workers, load, self.target, maker, tally, watch, keep)
+    def _drive(
+        self, load: Load, tally: Tally, watch: Callable[[], None], ready: Callable[[], None]
+    ) -> Driven:
+        return drive_together(
+            self.ask.workers,
+            load,
+            self.target,
+            self._maker(load, self.ask.seed),
+            tally,
+            watch,
+            keep_prompts=self.ask.record is not None,
+            warm=self._warm(load),
+            ready=ready,
+        )
 
     def _maker(self, load: Load, seed: int) -> PromptMaker:
         as_ids = not self.target.chat and self.pool.ids is not None
@@ -169,31 +207,27 @@ class Run:
         if balance is not None:
             balance["redundant_experts"] = placement.get("num_redundant_experts")
         preempted = grown(before, after, "preemptions_total")
+        kept_up = None if load.rate is None else pace_of(calls).keeps_up
         report |= {
             "interrupted": driven.interrupted,
             "steps": step_breakdown(before, after),
             "experts": balance,
             "preemptions": None if preempted is None else int(preempted),
             "acceptance": acceptance(before, after, self.target.temperature),
-            "generator": generator(calls, driven.lags, driven.cpu_share, driven.workers),
+            "generator": generator(calls, driven.lags, driven.cpu_share, driven.workers, kept_up),
             "client": {"host": platform.node()} | describe_machine(),
             "over_time": over_time(calls),
         }
-        report["caveats"] = [*assumed, *caveats(report, load, self.target, self.pool, self.peer)]
+        said = caveats(report, load, self.target, self.pool, self.peer)
+        report["caveats"] = [*assumed, *said, *of_turns(driven, load)]
         report["problems"] = problems(report)
         report["samples"] = samples(calls)
         return report
 
 
-def _cache_words(emptied: bool, kept: bool) -> str:
-    if emptied:
-        return "the server's prefix cache was emptied before"
-    return "the server's prefix cache was " + (
-        "left as it was"
-        if kept
-        else "not emptied: prompts of an earlier run with the same seed "
-        "may still lie in it (take another --seed)"
-    )
+def _like(number: int, turn: Turn) -> Conversation:
+    """A call as long as this one, with a prompt of its own, as soon as a client is free."""
+    return Conversation(number, None, (Turn(max(1, turn.input_tokens), turn.output_tokens),))
 
 
 def _holds_messages(load: Load) -> bool:
@@ -252,72 +286,19 @@ def settings(ask: Ask, load: Load, target: Target, pool: Pool) -> dict[str, Any]
     }
 
 
-def caveats(
-    report: dict[str, Any], load: Load, target: Target, pool: Pool, peer: Peer
-) -> list[str]:
-    """What was simulated, forced or is not known, in plain words."""
-    said = []
-    recorded = load.trace is not None and all(
-        t.given is not None for c in load.trace for t in c.turns
-    )
-    if not recorded:
-        said.append(
-            "prompts are random tokens: what experts they choose and how soon answers end is not "
-            "what real text does"
-        )
-        if not pool.exact:
-            said.append(pool.source)
-    if load.shared_prefix.share or load.shared_prefix.tokens:
-        said.append(f"all prompts begin alike, as asked ({load.shared_prefix})")
-    if load.turns > 1:
-        said.append("the next turn of a conversation is asked as soon as the answer is there")
-    if target.ignore_eos:
-        said.append("answers were forced to their full length (ignore_eos)")
-    if report["settings"]["warmup"]:
-        said.append(f"{report['settings']['warmup']} calls before these do not count")
-    if report["gpus_are"] == "CPU ranks":
-        said.append(
-            "the server computes on CPUs: 'a GPU' here is a rank, which is a process on the CPU"
-        )
-    if report["gpus_are"] == "ranks":
-        said.append("what the ranks compute on is not known: /debug/state wants --admin-key")
-    dispatch = (peer.health or {}).get("dispatch") or {}
-    for phase in ("prefill", "decode"):
-        part = dispatch.get(phase)
-        if isinstance(part, dict) and part.get("emulated"):
-            said.append(f"dispatch of {phase} is an emulation of {part['backend']} on CPUs")
-    if peer.here:
-        said.append("server and load generator share one machine and take its cores in turn")
-    if not peer.ours:
-        said.append(
-            "the server is none of ours: steps of ranks, balance of experts, preemptions unknown"
-        )
-    if target.token_ids:
-        said.append(
-            "a token counts when it comes, also one without text (return_token_ids); of peers, and "
-            "in other tools, the first text counts"
-        )
-    if report["tokens_are"] == "events":
-        said.append("not all calls tell usage: an event was counted as one token there")
-    if report["acceptance"]["accepted_share"] is None:
-        said.append(f"no acceptance: {report['acceptance']['why']}")
-    if 0 < report["calls"]["good"] < 100:
-        said.append("p99 of fewer than a hundred calls is the slowest of them")
-    if report["generator"]["was_limit"]:
-        said.append("the load generator was the limit: " + report["generator"]["why"])
-    if report["interrupted"]:
-        said.append("the run was stopped before its end: figures are of what was done")
-    return said
-
-
 def problems(report: dict[str, Any]) -> list[str]:
     """Why the run is no measurement of what was asked; empty where it is."""
     calls = report["calls"]
     found = [
-        f"{held['count']} of {calls['sent']} calls: {kind}"
-        + (f" ({held['examples'][0]})" if held["examples"] else "")
+        f"{held['count']} of {calls['sent']} calls: {kind}" + _example(held["examples"])
         for kind, held in report["errors"].items()
     ]
     if not calls["good"] and not calls["failed"]:
         found.append("no call has ended" if calls["sent"] else "nothing was sent")
     return found
+
+
+def _example(said: list[str]) -> str:
+    if not said:
+        return ""
+    return f" ({'for example: ' if len(said) > 1 else ''}{said[0]})"

@@ -17,7 +17,7 @@ RATES = {
 LATENCY_NAMES = {
     "ttft": "TTFT, to the first token",
     "tpot": "TPOT, a token after it",
-    "itl": "ITL, between tokens",
+    "itl": "ITL, between events",
     "e2e": "end to end",
 }
 PARTS = ("attention", "gate", "dispatch", "experts", "combine", "other", "sampling", "host")
@@ -85,7 +85,8 @@ def _latencies(report: dict[str, Any]) -> Any:
 def _steps(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table(title="A step of each rank, ms by part", title_justify="left")
+    title = "A step of each rank, ms: all of it, and its parts"
+    table = Table(title=title, title_justify="left")
     for name in ("rank", "steps", "step"):
         table.add_column(name, justify="right")
     known = parts_of(rows)
@@ -109,7 +110,7 @@ def facts(report: dict[str, Any]) -> list[str]:
     tokens = report["tokens"]
     hit = report["cache_hit_share"]
     if hit is not None:
-        held = f"{tokens['cached_input']} of {tokens['input']} input tokens"
+        held = f"{tokens['cached_input']} of {tokens['input_with_cached_told']} input tokens"
         lines.append(f"prefix cache: {hit:.1%} ({held})")
     limits = report["limits"]
     if any(x is not None for x in limits.values()):
@@ -139,6 +140,7 @@ def facts(report: dict[str, Any]) -> list[str]:
         + f", timers {number(loop.get('p99'))} ms late at p99"
         + (f", calls {number(late['p99'])} ms late at p99" if late else "")
         + ("; IT WAS THE LIMIT" if told["was_limit"] else "; it was not the limit")
+        + ("; the server did not keep up" if told["server_kept_up"] is False else "")
     )
     return lines
 

@@ -2,8 +2,10 @@
 
     {"at": 0.25, "conversation": 3, "input_tokens": 512, "output_tokens": 64, "prompt": [1, 2]}
 
-Also read: lines with timestamp (milliseconds), input_length, output_length and hash_ids, as public
-traces of serving clusters have them. Knows files; nothing of HTTP.
+Calls of one conversation are its turns: each goes at its time, or where the answer before comes
+later than that, then. drawn: the prompt is of random tokens. Also read: lines with timestamp
+(milliseconds), input_length, output_length and hash_ids, as public traces of serving clusters have
+them. Knows files; nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from launch.bench.serve_load import Conversation, Turn
 from moeserve.errors import ConfigError
 
 BLOCK_TOKENS = 512  # that a hash id of a public trace stands for
+_QUOTED = 60  # characters of a line that is none
 
 
 def read_trace(path: Path) -> tuple[Conversation, ...]:
-    """In order of beginning, from 0 on. ConfigError names file and line."""
+    """In order of beginning; the earliest call of all is at 0. ConfigError names file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -34,24 +37,46 @@ def read_trace(path: Path) -> tuple[Conversation, ...]:
         if not line.strip():
             continue
         try:
-            held = json.loads(line)
-            if not isinstance(held, dict):
-                raise ValueError("must be a JSON object")
+            held = _object(line)
             at, turn = _turn(held)
         except (ValueError, TypeError) as error:
             problems.append(f"--trace {path}, line {number}: {error}")
             if len(problems) == 5:
                 break
             continue
-        found.setdefault(held.get("conversation", f"line {number}"), []).append((at, turn))
+        found.setdefault(_name(held, number), []).append((at, turn))
     if problems:
         raise ConfigError(problems)
     if not found:
         raise ConfigError([f"--trace {path}: holds no calls"])
-    begins = [(calls[0][0], tuple(turn for _, turn in calls)) for calls in found.values()]
-    begins.sort(key=lambda x: x[0])
-    first = begins[0][0]
-    return tuple(Conversation(i, at - first, turns) for i, (at, turns) in enumerate(begins))
+    talks = [sorted(calls, key=lambda x: x[0]) for calls in found.values()]
+    talks.sort(key=lambda calls: calls[0][0])
+    first = talks[0][0][0]
+    return tuple(
+        Conversation(
+            number, calls[0][0] - first, tuple(replace(turn, at=at - first) for at, turn in calls)
+        )
+        for number, calls in enumerate(talks)
+    )
+
+
+def _object(line: str) -> dict[str, Any]:
+    """ValueError quotes what the line holds instead."""
+    quoted = repr(line if len(line) <= _QUOTED else line[:_QUOTED] + "...")
+    try:
+        held = json.loads(line)
+    except ValueError as error:
+        where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{quoted} is no JSON{where}; must be a JSON object") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"{quoted}: must be a JSON object")
+    return held
+
+
+def _name(held: dict[str, Any], number: int) -> Any:
+    """Of its conversation; a call without one stands alone."""
+    name = held.get("conversation")
+    return ("line", number) if name is None else json.dumps(name)
 
 
 def _turn(held: dict[str, Any]) -> tuple[float, Turn]:
@@ -67,7 +92,8 @@ def _turn(held: dict[str, Any]) -> tuple[float, Turn]:
     wanted = _number(held, "output_tokens", None, 1.0, "output_length")
     if wanted < 1 or (tokens < 1 and given is None):
         raise ValueError("input_tokens and output_tokens: must be at least 1")
-    return at, Turn(int(tokens), int(wanted), given=given, blocks=tuple(blocks))
+    drawn = held.get("drawn") is True
+    return at, Turn(int(tokens), int(wanted), given=given, blocks=tuple(blocks), drawn=drawn)
 
 
 def _number(
@@ -96,15 +122,26 @@ def write_trace(path: Path, calls: Iterable[tuple[float, int, Turn, Any]]) -> No
     what was sent)."""
     with path.open("w", encoding="utf-8") as file:
         for at, conversation, turn, sent in calls:
-            line = {
+            line: dict[str, Any] = {
                 "at": round(at, 6),
                 "conversation": conversation,
                 "input_tokens": turn.input_tokens,
                 "output_tokens": turn.output_tokens,
             }
-            file.write(json.dumps(line | ({"prompt": sent} if sent is not None else {})) + "\n")
+            if sent is not None:
+                line["prompt"] = sent
+            if turn.drawn:
+                line["drawn"] = True
+            file.write(json.dumps(line) + "\n")
 
 
 def at_speed(trace: tuple[Conversation, ...], speed: float) -> tuple[Conversation, ...]:
-    """The same calls, `speed` times as fast."""
-    return tuple(replace(x, at=None if x.at is None else x.at / speed) for x in trace)
+    """The same calls, `speed` times as fast; every turn."""
+
+    def sooner(at: float | None) -> float | None:
+        return None if at is None else at / speed
+
+    return tuple(
+        replace(x, at=sooner(x.at), turns=tuple(replace(t, at=sooner(t.at)) for t in x.turns))
+        for x in trace
+    )

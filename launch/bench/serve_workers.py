@@ -1,7 +1,7 @@
 """The load spread over several processes, where one cannot send or read as fast as it should.
 
-Conversation k is worker k modulo N's; all begin at the same moment. Knows processes and how their
-parts become one again; nothing of calls.
+Conversation k is worker k modulo N's; each warms itself up, then all begin at the same moment.
+Knows processes and how their parts become one again; nothing of calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from launch.bench.serve_call import Target
-from launch.bench.serve_drive import Driven, Share, Tally, drive
+from launch.bench.serve_drive import Driven, Share, Tally, drive, look
 from launch.bench.serve_load import Load
 from launch.bench.serve_prompts import PromptMaker
 from moeserve.errors import MoeserveError
 
 _START = 1.0  # seconds for processes to be there, beside what they take to import
 _FIELDS = len(Tally().numbers())
+Warm = tuple[Load, PromptMaker]
 
 
 def drive_together(
@@ -33,9 +34,16 @@ def drive_together(
     tally: Tally,
     watch: Callable[[], None],
     keep_prompts: bool = False,
+    warm: Warm | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Driven:
-    """As `drive`, in so many processes; in this one where it is one."""
+    """As `drive`, in so many processes; in this one where it is one. warm: what every other process
+    does before, that does not count (this one has done it); None: only a look at the server. ready:
+    called when all are warm, just before they start."""
     if workers == 1:
+        if warm is None:
+            look(target)
+        ready()
         return drive(load, target, maker, tally, watch=watch, keep_prompts=keep_prompts)
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", workers * _FIELDS, lock=False)
@@ -43,7 +51,7 @@ def drive_together(
     for index in range(workers):
         ours, theirs = context.Pipe()
         share = Share(index, workers)
-        arguments = (theirs, counts, share, load, target, maker, keep_prompts)
+        arguments = (theirs, counts, share, load, target, maker, keep_prompts, warm)
         process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -51,7 +59,8 @@ def drive_together(
         processes.append(process)
     try:
         for line in lines:
-            _receive(line)  # it is there
+            _receive(line)  # it is there, and warm
+        ready()
         with _ctrl_c_stops(processes):
             start = time.monotonic() + _START
             for line in lines:
@@ -66,6 +75,10 @@ def drive_together(
                 sums = [sum(counts[field::_FIELDS]) for field in range(_FIELDS)]
                 tally.sent, tally.ended, tally.failed, tally.tokens = sums
                 watch()
+    except BaseException:  # Ctrl-C before the start, or the second one: nothing is waited for
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
             process.join(5)
@@ -106,6 +119,7 @@ def _work(
     target: Target,
     maker: PromptMaker,
     keep_prompts: bool,
+    warm: Warm | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     tally = Tally()
@@ -114,6 +128,11 @@ def _work(
     def tell() -> None:
         counts[first : first + _FIELDS] = tally.numbers()
 
+    if warm is None:
+        look(target)
+    else:
+        before, prompts = warm
+        drive(before, target, prompts, Tally())
     line.send(None)
     start = line.recv()
     driven = drive(
@@ -137,6 +156,7 @@ def _joined(parts: list[Driven], workers: int) -> Driven:
         whole.calls += part.calls
         whole.prompts += part.prompts
         whole.lags += part.lags
+        whole.left_out += part.left_out
     whole.seconds = max(x.seconds for x in parts)
     whole.cpu_share = max(x.cpu_share for x in parts)
     whole.interrupted = any(x.interrupted for x in parts)
