@@ -157,7 +157,7 @@ def a_result(texts: tuple[str, ...], batches: str) -> Result:
     asked = check(SpeculateFlags(speculate=texts, batch=batches, temperature="0.5"))
     pairs = [Pair(a_run(38, 3.8, 38), drafting(1.9))]
     rows = [row(cell, pairs) for cell in asked.cells()]
-    return Result(asked, rows, "tiny", 2, "same", "from a file", {"dtype": "bfloat16"}, MACHINE)
+    return Result(asked, rows, "tiny", 2, "same", "from a file", {"dtype": "bfloat16"}, MACHINE, 1)
 
 
 def test_json_has_what_was_promised() -> None:

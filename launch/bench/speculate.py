@@ -65,6 +65,8 @@ class SpeculateBench:
             rank.run(lambda job: self._on_rank(config, job.group, asked))
 
     def _on_rank(self, config: ServeConfig, group: EPGroup, asked: Asked) -> None:
+        import torch
+
         from launch.bench.machine import describe_machine
         from launch.bench.speculate_prompts import read_prompts
         from launch.bench.speculate_show import Result, as_json, show
@@ -97,6 +99,7 @@ class SpeculateBench:
             prompts.source,
             engine.info,
             describe_machine(),
+            torch.get_num_threads(),
         )
         if self.as_json:
             from launch.bench.screen import last_line

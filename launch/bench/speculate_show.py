@@ -28,6 +28,7 @@ class Result:
     prompts: str
     info: dict[str, Any]
     machine: dict[str, Any]
+    threads: int  # of a rank
 
     def made_on(self) -> str:
         m = self.machine
@@ -56,6 +57,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "prompts": result.prompts,
         "rows": [{**row, "ep": result.ep, "temperature": asked.temperature} for row in result.rows],
         "info": {k: v for k, v in result.info.items() if k not in ("notes", "kv_plan")},
+        "threads": result.threads,
         "machine": result.machine,
         "commit": result.machine["commit"],
     }
@@ -68,7 +70,7 @@ def show(result: Result) -> None:
     asked = result.asked
     table = Table(
         title=f"{result.checkpoint}: speculation against none, ep {result.ep}, temperature "
-        f"{asked.temperature:g}"
+        f"{asked.temperature:g}, {counted(result.threads, 'thread')} a rank"
     )
     accepted = f"accepted (T={asked.temperature:g})"
     for name in (
