@@ -14,7 +14,8 @@ from dispatch.base import ScaleFormat
 from models.deepseek.fp8 import quantise_weight
 from models.deepseek.kernels.gpu import grouped_gemm as module
 from models.deepseek.kernels.gpu.errors import ShapeRefused
-from models.deepseek.kernels.gpu.fp8_gemm import CONFIGS, fp8_gemm
+from models.deepseek.kernels.gpu.fp8_gemm import CONFIGS, fp8_gemm, fp8_gemm_twin
+from models.deepseek.kernels.gpu.gemm_tile import TileConfig
 from models.deepseek.kernels.gpu.grouped_gemm import (
     grouped_gemm_contiguous,
     grouped_gemm_masked,
@@ -132,15 +133,14 @@ def test_scales_in_every_format_and_ragged_k(form: ScaleFormat, width: int) -> N
     check(ours, grouped_gemm_twin(a, scales, b, b_scales, ends, 16), width)
 
 
-@pytest.mark.parametrize("most", CONFIGS)
-def test_every_tile(most: int) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_tile(config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """expected_rows chooses the tile, never who is computed: 150 rows with a tile of 16 too."""
     counts = [1, 0, 150]
     b, b_scales = weights(3, 264, 128)
     a, scales, bounds = masked_rows(counts, 150, 128, ScaleFormat.F32_COLUMN)
-    ours = grouped_gemm_masked(
-        a, scales, b, b_scales, bounds, torch.float32, expected_rows=min(most, 5000)
-    )
+    monkeypatch.setattr(module, "config_for", lambda rows, columns, experts: config)
+    ours = grouped_gemm_masked(a, scales, b, b_scales, bounds, torch.float32)
     check(ours, grouped_gemm_twin(a, scales, b, b_scales, bounds), 128)
 
 
@@ -173,6 +173,18 @@ def test_experts_in_bundles() -> None:
     packed = grouped_gemm_masked(a, scales, b, b_scales, bounds, torch.float32)
     for expert, count in enumerate(counts):
         assert torch.equal(ours[expert, :count], packed[expert, :count])
+
+
+def test_segments_that_begin_where_they_are_said_to() -> None:
+    """Wide gaps, and the third segment before the second."""
+    a, scales, _ = masked_rows([20], 20, 256, ScaleFormat.F32_COLUMN)
+    b, b_scales = weights(3, 70, 256)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([1, 15, 7], [4, 19, 7]))
+    ours = grouped_gemm_contiguous(a[0], scales[0], b, b_scales, ends, torch.float32, starts=starts)
+    for expert, (begin, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        rows = slice(begin, end)
+        want = fp8_gemm_twin(a[0, rows], scales[0, rows], b[expert], b_scales[expert])
+        check(ours[rows], want, 256)
 
 
 def test_more_counted_than_there_is_room_for() -> None:

@@ -46,15 +46,16 @@ V3_BUNDLE = 6146  # rows of 7168 bytes from one expert of DeepSeek-V3 to the nex
 
 @triton.jit(do_not_specialize=["room"])
 def grouped_gemm_kernel(
-    a, b, out, a_scales, b_scales, bounds, experts, room, alignment, N, K,
+    a, b, out, a_scales, b_scales, starts, bounds, experts, room, alignment, N, K,
     a_pitch, b_pitch, out_pitch, scale_expert, scale_row, scale_word, b_scale_expert, b_scale_row,
-    B_EXPERT: tl.constexpr, MASKED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    PACKED: tl.constexpr,
+    B_EXPERT: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr, SWAP: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """a e4m3 [e * room, K] or, contiguous, [room, K]; b e4m3 [.., K], where expert i's N rows begin
     at i * B_EXPERT; out [.., N] by a's rows; scales as in fp8_gemm with a stride for experts.
-    bounds int32 [e]: counts (MASKED) or ends. With r_i rows for expert i: FLOPs 2NK * sum r_i;
+    bounds int32 [e]: counts (MASKED) or ends. STARTS: segments begin at starts int32 [e], else at
+    the end before, aligned. With r_i rows for expert i: FLOPs 2NK * sum r_i;
     bytes (K + N * out) * sum r_i + NK for each expert that has rows. Grid: programs that share all
     tiles."""
     width: tl.constexpr = COLUMNS * 2 if PAIR else COLUMNS
@@ -68,8 +69,11 @@ def grouped_gemm_kernel(
             end = begin + tl.minimum(bound, room)
             shift = tl.cast(expert, tl.int64) * scale_expert - tl.cast(begin, tl.int64) * scale_row
         else:
-            before = tl.load(bounds + expert - 1, mask=expert > 0, other=0)
-            begin = tl.cdiv(before, alignment) * alignment
+            if STARTS:
+                begin = tl.load(starts + expert)
+            else:
+                before = tl.load(bounds + expert - 1, mask=expert > 0, other=0)
+                begin = tl.cdiv(before, alignment) * alignment
             end = tl.minimum(bound, room)
             shift = 0
         row_tiles = tl.cdiv(tl.maximum(end - begin, 0), ROWS)
@@ -127,11 +131,13 @@ def grouped_gemm_contiguous(
     dtype: torch.dtype = torch.bfloat16,
     *,
     alignment: int = ALIGNMENT,
+    starts: Tensor | None = None,
     expected_rows: int | None = None,
 ) -> Tensor:
     """a e4m3 [M, K] with scales of any format, b and b_scales as above, ends int32 [e] -> [M, N].
     Expert i has rows [begin, ends[i]), begin being ends[i - 1] (0 for the first) rounded up to the
-    alignment; other rows are not written. expected_rows: as above (default: M / e)."""
+    alignment, or starts[i] where starts int32 [e] say so; other rows are not written.
+    expected_rows: as above (default: M / e)."""
     if a.dim() != 2:
         raise ShapeRefused(f"a={list(a.shape)}: [M, K]")
     if alignment < 1:
@@ -139,7 +145,7 @@ def grouped_gemm_contiguous(
     rows = a.shape[0]
     out = torch.empty((rows, b.shape[1]), dtype=dtype, device=a.device)
     expected = -(-rows // b.shape[0]) if expected_rows is None else expected_rows
-    _launch(a, a_scales, b, b_scales, ends, out, rows, alignment, expected)
+    _launch(a, a_scales, b, b_scales, ends, out, rows, alignment, expected, starts)
     return out
 
 
@@ -153,6 +159,7 @@ def _launch(
     room: int,
     alignment: int | None,
     expected: int,
+    starts: Tensor | None = None,
 ) -> None:
     """a and out two-dimensional; alignment None: masked, `room` rows an expert."""
     experts, columns, width = b.shape
@@ -160,8 +167,9 @@ def _launch(
     view = check_operands(
         a.unflatten(0, (experts, room)) if masked else a, a_scales, b, b_scales, out.dtype
     )
-    if bounds.dtype != torch.int32 or bounds.shape != (experts,):
-        raise ShapeRefused(f"{bounds.dtype} {list(bounds.shape)} of rows: int32 [{experts}]")
+    for numbers in (bounds,) if starts is None else (bounds, starts):
+        if numbers.dtype != torch.int32 or numbers.shape != (experts,):
+            raise ShapeRefused(f"{numbers.dtype} {list(numbers.shape)} of rows: int32 [{experts}]")
     apart, rest = divmod(b.stride(0), b.stride(1))
     if rest or apart < columns:
         raise ShapeRefused(
@@ -169,7 +177,7 @@ def _launch(
         )
     if not a.shape[0]:
         return
-    config = config_for(expected)
+    config = config_for(expected, columns, experts)
     flat = b.as_strided(((experts - 1) * apart + columns, width), (b.stride(1), 1))
     tma = tma_can(a, flat)
     row_tiles = triton.cdiv(room, config.rows)
@@ -177,12 +185,13 @@ def _launch(
     tiles = row_tiles * triton.cdiv(columns, config.width)
     grouped_gemm_kernel[(num_programs(a.device, tiles, config.programs_per_sm),)](
         operand(a, config.rows, tma), operand(flat, config.columns, tma), out, a_scales, b_scales,
-        bounds, experts, room, 1 if alignment is None else alignment, columns, width,
+        bounds if starts is None else starts, bounds, experts, room,
+        1 if alignment is None else alignment, columns, width,
         a.stride(0), b.stride(1), out.stride(0),
         view.expert_stride, view.row_stride, view.word_stride,
         b_scales.stride(0), b_scales.stride(1),
-        B_EXPERT=apart, MASKED=masked, GROUP=GROUP_ROWS, TMA=tma, PACKED=view.packed,
-        **config.constants, num_warps=config.warps, num_stages=config.stages,
+        B_EXPERT=apart, MASKED=masked, STARTS=starts is not None, GROUP=GROUP_ROWS, TMA=tma,
+        PACKED=view.packed, **config.constants, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -225,10 +234,10 @@ def cost(rows: Sequence[int], columns: int, width: int, out_bytes: int = 2) -> K
 def compile_cases() -> list[CompileCase]:
     cases = []
     for masked in (True, False):
-        for most, config in CONFIGS.items():
-            if not masked and most < 128:
+        for config in CONFIGS:
+            if not masked and config.rows < 128:
                 continue  # prefill delivers contiguous rows: many
-            for packed in (False, True) if most in (64, 2**31) else (False,):
+            for packed in (False, True) if config.pair or config.rows == 64 else (False,):
                 cases.append(
                     CompileCase(
                         grouped_gemm_kernel,
@@ -239,6 +248,7 @@ def compile_cases() -> list[CompileCase]:
                             "out": "*bf16",
                             "a_scales": "*i32" if packed else "*fp32",
                             "b_scales": "*fp32",
+                            "starts": "*i32",
                             "bounds": "*i32",
                             **dict.fromkeys(
                                 (
@@ -252,6 +262,7 @@ def compile_cases() -> list[CompileCase]:
                         {
                             "B_EXPERT": V3_BUNDLE,
                             "MASKED": masked,
+                            "STARTS": False,
                             "GROUP": GROUP_ROWS,
                             "TMA": True,
                             "PACKED": packed,
