@@ -1,0 +1,173 @@
+"""How a step's attention over the cache is cut into units of work, made once for all layers.
+
+A unit is one partition of absolute positions of one row. The partitions are the same for every row
+and every step, so that a row's bits do not depend on who else is there (law 5): that is
+DETERMINISTIC. Where bits need not be equal, `balanced` cuts by the load at hand instead. All of it
+runs on the device without asking it anything, so that it can stand in a captured graph.
+
+Knows nothing of heads' contents or of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.interface import ForwardBatch
+
+TILE = 64  # borders lie at multiples of it
+WORKSPACE = 512 << 20  # bytes of parts that a launch may leave for the merge
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """near_size positions each up to near_end, far_size each from there on; all are multiples of
+    64, near_end one of near_size. Sizes are a trade: small ones let few rows fill a GPU, large ones
+    leave less to merge."""
+
+    near_size: int
+    near_end: int
+    far_size: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.near_size, self.far_size)
+        if min(sizes) < TILE or any(n % TILE for n in sizes) or self.near_end % self.near_size:
+            raise ShapeRefused(
+                f"{self}: sizes must be multiples of {TILE}, near_end one of near_size"
+            )
+
+    def count(self, length: int) -> int:
+        """Partitions that hold the positions 0 .. length - 1; 1 where there are none."""
+        near, far = min(length, self.near_end), max(length - self.near_end, 0)
+        return max(1, -(-near // self.near_size) + -(-far // self.far_size))
+
+    def counts(self, lengths: Tensor) -> Tensor:
+        """The same for a tensor."""
+        near = lengths.clamp(max=self.near_end) + (self.near_size - 1)
+        far = (lengths - self.near_end).clamp(min=0) + (self.far_size - 1)
+        return (near // self.near_size + far // self.far_size).clamp(min=1)
+
+
+# Up to 1024 positions nothing is merged; 4096 are 4 parts, whose traffic is about a sixth of the
+# cache's own with 128 heads; 131072 are 72, enough for one row to fill 132 processors.
+DETERMINISTIC = Partitions(1024, 16384, 2048)
+
+
+def balanced(rows: int, head_tiles: int, max_context: int, processors: int) -> Partitions:
+    """Partitions of one size with which `rows` rows of up to max_context positions fill a GPU about
+    twice; another size for another load, so results may differ in their last bits."""
+    wanted = max(1, 2 * processors // max(1, rows * head_tiles))
+    size = -(-max(1, max_context) // wanted)
+    size = max(4 * TILE, 1 << (size - 1).bit_length())  # few sizes, at least 256
+    return Partitions(size, 0, size)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """positions [T] int64 (-1: padding), sequences [T] int32, work_start [T + 1] int32 (units
+    before each row), unit_rows [max_units] int32, ancestors [T, W] int32 or None. launches: rows
+    first .. last - 1 of each launch, so that its parts fit the workspace."""
+
+    positions: Tensor
+    sequences: Tensor
+    work_start: Tensor
+    unit_rows: Tensor
+    ancestors: Tensor | None
+    partitions: Partitions
+    max_parts: int
+    launches: tuple[tuple[int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def max_units(self) -> int:
+        return self.unit_rows.shape[0]
+
+    def rows(self, first: int, last: int) -> DecodePlan:
+        """The plan of these rows alone."""
+        if (first, last) == (0, self.num_rows):
+            return self
+        lengths = self.positions[first:last] + 1
+        paths = self.ancestors
+        return _cut(
+            self.positions[first:last], self.sequences[first:last], lengths,
+            None if paths is None else paths[first:last], self.partitions, self.max_parts,
+            ((0, last - first),),
+        )  # fmt: skip
+
+    def workspace_bytes(self, heads: int, rank: int = 512) -> int:
+        """The most that the parts of a launch take."""
+        if self.max_parts == 1:
+            return heads * (rank + 1) * 4
+        return max((b - a for a, b in self.launches), default=0) * part_bytes(
+            self.max_parts, heads, rank
+        )
+
+
+def part_bytes(parts: int, heads: int, rank: int) -> int:
+    """Of a row: fp32 sums and their logarithms."""
+    return parts * heads * (rank + 1) * 4
+
+
+def plan_decode(
+    batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Partitions = DETERMINISTIC,
+    workspace: int = WORKSPACE,
+) -> DecodePlan:  # fmt: skip
+    """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
+    padding. batch.max_context_len bounds what the host must know."""
+    rows = batch.num_tokens
+    device = batch.positions.device
+    max_parts = partitions.count(batch.max_context_len)
+    index = torch.arange(rows, device=device)
+    owner = torch.searchsorted(batch.query_start[1:].long().contiguous(), index, right=True)
+    padding = (owner >= batch.num_sequences) | (batch.positions < 0)
+    positions = torch.where(padding, -1, batch.positions)
+    sequences = torch.where(padding, 0, owner).to(torch.int32)
+    ancestors = batch.ancestors
+    if ancestors is not None:
+        ancestors = torch.where(padding[:, None], -1, ancestors).to(torch.int32).contiguous()
+        ancestors = ancestors if ancestors.shape[1] else None
+    each = rows if max_parts == 1 else max(1, workspace // part_bytes(max_parts, heads, rank))
+    launches = tuple((at, min(at + each, rows)) for at in range(0, rows, max(1, each)))
+    return _cut(
+        positions, sequences, positions + 1, ancestors, partitions, max_parts, launches
+    )  # fmt: skip
+
+
+def _cut(
+    positions: Tensor, sequences: Tensor, lengths: Tensor, ancestors: Tensor | None,
+    partitions: Partitions, max_parts: int, launches: tuple[tuple[int, int], ...],
+) -> DecodePlan:  # fmt: skip
+    rows = positions.shape[0]
+    start = torch.zeros(rows + 1, dtype=torch.int64, device=positions.device)
+    torch.cumsum(partitions.counts(lengths), 0, out=start[1:])
+    units = torch.arange(rows * max_parts, device=positions.device)
+    owner = torch.searchsorted(start[1:].contiguous(), units, right=True)
+    owner = owner.clamp(max=max(0, rows - 1))  # units that there are not
+    return DecodePlan(
+        positions.to(torch.int64), sequences, start.to(torch.int32), owner.to(torch.int32),
+        ancestors, partitions, max_parts, launches,
+    )  # fmt: skip
+
+
+# -- twin -----------------------------------------------------------------------------------------
+
+
+def row_slots_twin(batch: ForwardBatch, row: int, block_size: int) -> Tensor:
+    """[p + 1] int64: the flat slots of what a row attends to, padding: none."""
+    starts = batch.query_start.tolist()
+    position = int(batch.positions[row])
+    sequence = next((s for s in range(batch.num_sequences) if row < starts[s + 1]), None)
+    if sequence is None or position < 0:
+        return torch.zeros(0, dtype=torch.int64)
+    at = torch.arange(position + 1)
+    path = at[:0] if batch.ancestors is None else batch.ancestors[row].long()
+    path = path[path >= 0]
+    before = at[: len(at) - len(path)]
+    blocks = batch.block_tables[sequence].long()
+    return torch.cat((blocks[before // block_size] * block_size + before % block_size, path))
