@@ -23,6 +23,7 @@ from models.deepseek.kernels.gpu.fp8_gemm import (
     widen_rows,
     widen_weight,
 )
+from models.deepseek.kernels.gpu.gemm_tile import TileConfig
 from models.deepseek.kernels.gpu.quant import quantise_twin
 
 FORMS = [ScaleFormat.F32_ROW, ScaleFormat.F32_COLUMN, ScaleFormat.UE8M0_ROW]
@@ -114,11 +115,11 @@ def test_every_format_of_scales(form: ScaleFormat) -> None:
     assert torch.equal(fp8_gemm(*given), fp8_gemm(*given_by_rows))
 
 
-@pytest.mark.parametrize("most", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("tma", [True, False])
-def test_every_tile(most: int, tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile(config: TileConfig, tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits from each: one K order (law 5)."""
-    monkeypatch.setattr(module, "config_for", lambda rows: CONFIGS[most])
+    monkeypatch.setattr(module, "config_for", lambda rows, columns: config)
     given = whole_numbers(19, 300, 528, pitch=544 if tma else 537)
     ours = fp8_gemm(*given, torch.float32)
     check(ours, given)
@@ -158,10 +159,13 @@ def test_no_rows() -> None:
     assert fp8_gemm(a[:0], a_scales[:0], b, b_scales).shape == (0, 64)
 
 
-def test_the_tile_is_a_pure_function_of_the_rows() -> None:
-    assert [config_for(n).rows for n in (1, 16, 17, 64, 65, 128, 129, 5000)] == [
-        16, 16, 32, 64, 128, 128, 128, 128,
-    ]  # fmt: skip
+def test_which_tile() -> None:
+    """Few rows: by rows. Many: so that all SMs have work, in whole rounds."""
+    few = [config_for(n, 4096).rows for n in (1, 16, 17, 64, 65, 128)]
+    assert few == [16, 16, 32, 64, 128, 128]
+    assert config_for(200, 4096).width == 64  # 128 tiles, where 128 columns would make 64
+    assert config_for(512, 4096).width == 128  # 128 tiles; of 64 columns two rounds
+    assert config_for(16384, 7168).pair and config_for(4096, 24576).pair
 
 
 def test_refusals() -> None:

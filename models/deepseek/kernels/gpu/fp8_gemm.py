@@ -32,20 +32,36 @@ from models.deepseek.kernels.gpu.language import tl, triton
 from models.deepseek.kernels.gpu.scales import ScaleView, view_scales
 
 # Up to so many rows, this tile. Few rows are bound by reading B: narrow tiles make programs enough
-# for all SMs and keep many loads under way. Many rows are bound by the matrix units.
-CONFIGS: dict[int, TileConfig] = {
-    16: TileConfig(16, 64, warps=4, stages=6, swap=True, programs_per_sm=3),
-    32: TileConfig(32, 64, warps=4, stages=6, swap=True, programs_per_sm=3),
+# for all SMs, and stages keep 80 KiB under way in each, more than latency times bandwidth asks for.
+FEW_ROWS: dict[int, TileConfig] = {
+    16: TileConfig(16, 64, warps=4, stages=8, swap=True, programs_per_sm=2),
+    32: TileConfig(32, 64, warps=4, stages=7, swap=True, programs_per_sm=2),
     64: TileConfig(64, 64, warps=4, stages=5, swap=True, programs_per_sm=2),
-    128: TileConfig(128, 64, warps=4, stages=4, swap=True, programs_per_sm=2),
-    1024: TileConfig(128, 128, warps=8, stages=5),
-    2**31: TileConfig(128, 128, warps=8, stages=4, pair=True),
+    128: TileConfig(128, 64, warps=4, stages=4, swap=True, programs_per_sm=2, cycles=600),
 }
+# Many rows are bound by the matrix units, and by L2 where tiles are small.
+MANY_ROWS: tuple[TileConfig, ...] = (
+    FEW_ROWS[128],
+    TileConfig(128, 128, warps=8, stages=5, cycles=800),
+    TileConfig(128, 128, warps=8, stages=4, pair=True, cycles=1480),
+)
+CONFIGS: tuple[TileConfig, ...] = (*FEW_ROWS.values(), *MANY_ROWS[1:])
+SMS = 132  # of an H100 or H200: the choice is the same wherever it is made
 
 
-def config_for(rows: int) -> TileConfig:
-    """The tile for so many rows: pure, so that ranks and captured graphs agree."""
-    return next(config for most, config in CONFIGS.items() if rows <= most)
+def config_for(rows: int, columns: int, experts: int = 1) -> TileConfig:
+    """The tile for so many rows (each of `experts`): a pure function of the shape, so that ranks
+    and captured graphs agree. Of the large ones the one that has done first: whole rounds of all
+    SMs times its cycles."""
+    for most, config in FEW_ROWS.items():
+        if rows <= most:
+            return config
+
+    def cycles(config: TileConfig) -> int:
+        tiles = experts * -(-rows // config.rows) * -(-columns // config.width)
+        return -(-tiles // SMS) * config.cycles
+
+    return min(MANY_ROWS, key=cycles)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -93,7 +109,7 @@ def fp8_gemm(
     if out.shape != (rows, columns) or out.dtype != dtype or out.stride(1) != 1:
         raise ShapeRefused(f"out={out.dtype} {list(out.shape)}: {dtype} {[rows, columns]}")
     if rows:
-        config = config_for(rows)
+        config = config_for(rows, columns)
         tma = tma_can(a, b)
         tiles = triton.cdiv(rows, config.rows) * triton.cdiv(columns, config.width)
         fp8_gemm_kernel[(num_programs(a.device, tiles, config.programs_per_sm),)](
@@ -159,9 +175,8 @@ def cost(rows: int, columns: int, width: int, out_bytes: int = 2) -> KernelCost:
 
 
 def compile_cases() -> list[CompileCase]:
-    configs = [(config, True, False, "*bf16") for config in CONFIGS.values()]
-    widest = CONFIGS[2**31]
-    configs += [(widest, True, True, "*bf16"), (CONFIGS[1024], False, False, "*fp32")]
+    configs = [(config, True, False, "*bf16") for config in CONFIGS]
+    configs += [(CONFIGS[-1], True, True, "*bf16"), (CONFIGS[-2], False, False, "*fp32")]
     return [
         CompileCase(
             fp8_gemm_kernel,
