@@ -183,6 +183,25 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
         compile_case(broken, 90)
 
 
+@pytest.mark.parametrize(
+    ("name", "ones"),
+    [
+        ("grouped_gemm_masked 16x64x128", ("experts", "scale_row", "b_scale_row", "scale_expert")),
+        ("grouped_gemm_contiguous 128x256x128", ("experts", "alignment", "scale_word")),
+        ("fp8_gemm 64x64x128", ("N", "scale_row", "b_scale_row")),
+        ("quant_silu_mul 32x128 w4 fp32", ("blocks", "scale_word", "scale_expert")),
+        ("norm_quant 7168 w8 residual ue8m0", ("scale_row",)),
+    ],
+)
+def test_arguments_of_one_are_constants_to_the_compiler(name: str, ones: tuple[str, ...]) -> None:
+    """A launch makes a constant of each argument that is 1: one expert a GPU, scales by columns."""
+    case = named(name)
+    types = {key: value for key, value in case.signature.items() if key not in ones}
+    constants = {**case.constexprs, **dict.fromkeys(ones, 1)}
+    report = compile_case(replace(case, signature=types, constexprs=constants), 90)
+    assert report.spills == 0
+
+
 def test_the_command_compiles_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert KernelCompilation("quant 32x128 w4 ue8m0", processes=1).run(as_json=True) == 0
     out = capsys.readouterr().out

@@ -74,7 +74,7 @@ class KernelCompilation:
             for task, report in compile_all(tasks, self.processes):
                 done[task] = report
                 progress(report.kernel, len(done), len(tasks))
-        except CompileFailed as error:
+        except (CompileFailed, TritonMissing) as error:
             raise ConfigError([f"--compile-only: {error}"]) from error
         finally:
             progress.close()

@@ -35,8 +35,8 @@ TMA_ALIGNMENT = 16  # bytes, of the base and of a row
 class TileConfig:
     """rows x (columns, twice that if pair) of the result a program makes at a time.
 
-    cycles: what an SM takes for a K block of a tile, estimated for Hopper, of which only ratios
-    matter: 4096 products a cycle and the promotions that nothing hides, or 40 bytes a cycle from L2.
+    cycles: what an SM takes for a K block of a tile, estimated for Hopper (only ratios matter):
+    4096 products a cycle and the promotions that nothing hides, or 40 bytes a cycle from L2.
     """
 
     rows: int
