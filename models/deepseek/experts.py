@@ -8,6 +8,7 @@ Shape letters: N received rows, D hidden, K top-k, e local slots, M rows a slot 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,13 @@ def run_experts(
     dtype: the model's; rows in FP8 are dequantised to it.
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
+
+    Kernels that take rows as they lie (`experts_masked`, `experts_in_segments`, `experts_of_codes`)
+    get them so: on a device nothing is gathered, no host waits for a count, and e4m3 meets e4m3 as
+    it is. Rows that belong to nobody then come back with anything in them.
     """
+    if hasattr(kernels, "experts_masked"):
+        return _as_they_lie(kernels, received, weights, form, dtype)
     if received.layout is Layout.MASKED:
         return _masked(kernels, received, weights, form, dtype), None
     if received.scales is not None:
@@ -82,6 +89,34 @@ def _masked(
         picked = torch.arange(rows.shape[0], device=rows.device)
     y = kernels.experts(x, picked.to(torch.int32), _offsets(received.counts), weights)
     return _spread(y, rows, received, form).view(slots, width, hidden)
+
+
+def _as_they_lie(
+    kernels: Any,
+    received: Received,
+    weights: ExpertWeights,
+    form: CombineForm,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    r = received
+    if r.scales is not None and not hasattr(weights, "store_fp8"):
+        x = dequantise(r.x, r.scales, r.scale_format, dtype)
+        r = replace(r, x=x, scales=None, scale_format=ScaleFormat.NONE)
+    if r.layout is Layout.ROUTED and r.scales is None:
+        return _routed(kernels, r, weights, form)
+    if r.layout is Layout.ROUTED:
+        pair_rows, offsets, index = kernels.sort_pairs(r.slots, weights.num_slots)
+        y = kernels.experts_of_codes(r.x, r.scales, pair_rows, offsets, weights, dtype)
+        if form is CombineForm.PAIRS:
+            return y, index
+        return kernels.combine_pairs(y, index, r.weights).to(dtype), None
+    if r.layout is Layout.MASKED:
+        y = kernels.experts_masked(r.x, r.scales, r.counts, weights, dtype)
+    else:
+        y = kernels.experts_in_segments(r.x, r.scales, r.starts, r.counts, weights, dtype)
+    if form is not CombineForm.SUMMED:
+        return y, None
+    return (y.to(torch.float32) * r.weights.view(*y.shape[:-1], 1)).to(y.dtype), None
 
 
 def _spread(y: Tensor, rows: Tensor, received: Received, form: CombineForm) -> Tensor:

@@ -19,7 +19,10 @@ from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.dense import dense, dense_grouped, dense_per_head
 from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
 from models.deepseek.kernels.gpu.gate import gate
-from models.deepseek.kernels.gpu.grouped_gemm import grouped_gemm_contiguous
+from models.deepseek.kernels.gpu.grouped_gemm import (
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+)
 from models.deepseek.kernels.gpu.norm import add_rms_norm, rms_norm, silu_mul
 from models.deepseek.kernels.gpu.permute import permute, unpermute
 from models.deepseek.kernels.gpu.quant import quantise, quantise_silu_mul
@@ -110,32 +113,135 @@ class TritonDense:
         """Rows of the result from offsets[e] on hold anything: no index points there."""
         if pair_rows.shape[0] == 0 or weights.num_slots == 0:
             return x.new_zeros(pair_rows.shape[0], x.shape[1])
-        starts, ends = offsets[:-1], offsets[1:]
-        expected = -(-pair_rows.shape[0] // weights.num_slots)
+        starts, ends, limit = offsets[:-1], offsets[1:], offsets[-1:]
         if isinstance(weights, TritonExpertWeights):
-            both = dense_grouped(x, weights.gate_up, pair_rows, starts, ends, expected)
-            own = torch.arange(pair_rows.shape[0], dtype=torch.int32, device=x.device)
-            hidden = silu_mul(both, limit=offsets[-1:])
-            return dense_grouped(hidden, weights.down, own, starts, ends, expected)
+            return _in_model_dtype(x, weights, pair_rows, starts, ends, limit)
         if not isinstance(weights, TritonFp8ExpertWeights):
             raise foreign(weights)
         codes, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
-        codes, scales_of_pairs = permute(codes, pair_rows, scales)
-        assert scales_of_pairs is not None
-        both = grouped_gemm_contiguous(
-            codes, scales_of_pairs, weights.gate_up, weights.gate_up_scales, ends, x.dtype,
-            alignment=1, expected_rows=expected,
-        )  # fmt: skip
-        codes, scales = quantise_silu_mul(
-            both, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0, counts=offsets[-1:]
-        )
-        return grouped_gemm_contiguous(
-            codes, scales, weights.down, weights.down_scales, ends, x.dtype,
-            alignment=1, expected_rows=expected,
-        )  # fmt: skip
+        return self.experts_of_codes(codes, scales, pair_rows, offsets, weights, x.dtype)
+
+    def experts_of_codes(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        pair_rows: Tensor,
+        offsets: Tensor,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`experts` of rows in e4m3 with their scales, in any format -> [M, D] in dtype."""
+        if not isinstance(weights, TritonFp8ExpertWeights):
+            raise foreign(weights)
+        if pair_rows.shape[0] == 0 or weights.num_slots == 0:
+            return torch.zeros(pair_rows.shape[0], codes.shape[1], dtype=dtype, device=codes.device)
+        rows, scales_of_rows = permute(codes, pair_rows, scales)
+        assert scales_of_rows is not None
+        ends, limit = offsets[1:], offsets[-1:]
+        return _in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit)
+
+    def experts_in_segments(
+        self,
+        x: Tensor,
+        scales: Tensor | None,
+        starts: Tensor | None,
+        counts: Tensor,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Rows as they arrived (dispatch.base.Received, EXPANDED): x [N, D] in dtype, or e4m3 with
+        scales; counts [e], of rows from starts [e] on (None: one segment behind the other) ->
+        [N, D] unweighted; rows of no slot hold anything. Nothing is copied, no host is told."""
+        ends = counts.cumsum(0) if starts is None else starts + counts
+        ends = ends.to(torch.int32)
+        begins = None if starts is None else starts.to(torch.int32)
+        if x.shape[0] == 0 or weights.num_slots == 0:
+            return torch.zeros(x.shape, dtype=dtype, device=x.device)
+        if isinstance(weights, TritonFp8ExpertWeights):
+            if scales is None:
+                x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
+            limit = ends[-1:] if starts is None else None
+            return _in_e4m3(x, scales, weights, dtype, begins, ends, limit)
+        if not isinstance(weights, TritonExpertWeights) or scales is not None:
+            raise foreign(weights)
+        if begins is None:
+            begins = torch.nn.functional.pad(ends[:-1], (1, 0))
+        own = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        return _in_model_dtype(x, weights, own, begins, ends, None)
+
+    def experts_masked(
+        self,
+        x: Tensor,
+        scales: Tensor | None,
+        counts: Tensor,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Rows as they arrived (MASKED): x [e, M, D] in dtype, or e4m3 with scales; the first
+        counts[s] rows of slot s -> [e, M, D], of which only those are written."""
+        slots, room, hidden = x.shape
+        counts = counts.to(torch.int32)
+        if x.numel() == 0:
+            return torch.zeros(x.shape, dtype=dtype, device=x.device)
+        if isinstance(weights, TritonFp8ExpertWeights):
+            ue8m0 = weights.ue8m0
+            if scales is None:
+                x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
+            both = grouped_gemm_masked(
+                x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype
+            )
+            x, scales = quantise_silu_mul(both, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
+            return grouped_gemm_masked(x, scales, weights.down, weights.down_scales, counts, dtype)
+        if not isinstance(weights, TritonExpertWeights) or scales is not None:
+            raise foreign(weights)
+        starts = torch.arange(0, slots * room, room, dtype=torch.int32, device=x.device)
+        own = torch.arange(slots * room, dtype=torch.int32, device=x.device)
+        rows = x.reshape(slots * room, hidden)
+        y = _in_model_dtype(rows, weights, own, starts, starts + counts, None)
+        return y.view(slots, room, hidden)
 
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return unpermute(y, index, weights)
+
+
+def _in_model_dtype(
+    x: Tensor,
+    weights: TritonExpertWeights,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    limit: Tensor | None,
+) -> Tensor:
+    """x [N, D], rows [Q] int32 of x, slot s has the places starts[s] .. ends[s] - 1 -> [Q, D].
+    limit [1] int32: the places from there on belong to nobody."""
+    places = rows.shape[0]
+    expected = -(-places // weights.num_slots)
+    both = dense_grouped(x, weights.gate_up, rows, starts, ends, expected)
+    own = torch.arange(places, dtype=torch.int32, device=x.device)
+    return dense_grouped(silu_mul(both, limit), weights.down, own, starts, ends, expected)
+
+
+def _in_e4m3(
+    codes: Tensor,
+    scales: Tensor,
+    weights: TritonFp8ExpertWeights,
+    dtype: torch.dtype,
+    starts: Tensor | None,
+    ends: Tensor,
+    limit: Tensor | None,
+) -> Tensor:
+    """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. starts None: one segment behind
+    the other."""
+    form, expected = ScaleFormat.F32_ROW, -(-codes.shape[0] // weights.num_slots)
+    both = grouped_gemm_contiguous(
+        codes, scales, weights.gate_up, weights.gate_up_scales, ends, dtype,
+        alignment=1, starts=starts, expected_rows=expected,
+    )  # fmt: skip
+    codes, scales = quantise_silu_mul(both, form, ue8m0=weights.ue8m0, counts=limit)
+    return grouped_gemm_contiguous(
+        codes, scales, weights.down, weights.down_scales, ends, dtype,
+        alignment=1, starts=starts, expected_rows=expected,
+    )  # fmt: skip
 
 
 def heads_of(weight: LinearWeight, num_heads: int) -> Tensor:
