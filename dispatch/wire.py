@@ -286,7 +286,7 @@ class PaddedBlocks:
     def _rows(self, counts: list[int], device: torch.device) -> Tensor:
         """counts [R] -> [sum] int64: where the rows of all blocks lie in the buffer."""
         if sum(counts) <= _FEW_ROWS:
-            firsts = range(1, self.num_ranks * self.block_rows, self.block_rows)
+            firsts = range(1, self.num_ranks * self.block_rows + 1, self.block_rows)
             places = zip(firsts, counts, strict=True)
             at = [first + i for first, count in places for i in range(count)]
             return torch.tensor(at, dtype=torch.int64, device=device)
