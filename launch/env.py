@@ -101,6 +101,9 @@ class RankEnv:
         local_rank, local_size = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size)
         port = number("MASTER_PORT", 0 if size == 1 else None)
         addr = environ.get("MASTER_ADDR", "")
+        if size > 1 and "MASTER_PORT" in environ and not 0 < port < 65536 and not problems:
+            given = environ["MASTER_PORT"]
+            problems.append(f"MASTER_PORT={given!r}: must be a port, 1 to 65535")
         if size > 1 and not addr:
             problems.append("MASTER_ADDR is not set: use torchrun")
         if not problems:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import errno
 import json
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +42,8 @@ PATIENCE = 300.0  # seconds for all ranks to come: one may still import torch fr
 # are to hear of it too, and no more.
 BRIEF = 10.0
 LINGER = 3.0  # seconds that rank 0 gives the others to read a bad verdict
-SAY_AFTER = 15.0  # seconds after which rank 0 says for whom it waits
+SAY_AFTER = 15.0  # seconds after which a rank says for whom it waits
+HANDSHAKE = 30.0  # seconds for what listens there to answer as a store does: it may be another
 _POLL_LEAST, _POLL_MOST = 0.01, 0.2  # seconds between two looks
 PINGS = 3  # round trips to each node; the shortest counts
 
@@ -63,14 +66,7 @@ def open_store(env: RankEnv, *, loopback: bool = False, patience: float = PATIEN
     else:
         _wait_for_listener(env, address, patience)
     try:
-        store = TCPStore(
-            address,
-            env.master_port,
-            env.size,
-            env.hosts_store,
-            timedelta(seconds=patience),
-            wait_for_workers=False,
-        )
+        store = _tcp_store(env, address, patience)
         # torchrun's agents keep their store when they start all ranks again: each rank counts.
         attempt = store.add(f"moeserve/attempts/{env.rank}", 1)
     except RuntimeError as error:  # DistNetworkError and its like
@@ -79,9 +75,41 @@ def open_store(env: RankEnv, *, loopback: bool = False, patience: float = PATIEN
     return PrefixStore(f"moeserve/{attempt}", store)
 
 
+def _tcp_store(env: RankEnv, address: str, patience: float) -> TCPStore:
+    """RuntimeError: nobody answers there as a store does. In a thread of its own, since torch waits
+    for ever for the first word of whoever listens (another job's web server)."""
+    came: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            came.put(
+                TCPStore(
+                    address,
+                    env.master_port,
+                    env.size,
+                    env.hosts_store,
+                    timedelta(seconds=patience),
+                    wait_for_workers=False,
+                )
+            )
+        except RuntimeError as error:
+            came.put(error)
+
+    threading.Thread(target=connect, daemon=True, name="store").start()
+    try:
+        found = came.get(timeout=HANDSHAKE)
+    except queue.Empty:
+        text = f"what listens there does not answer as a store does, for {HANDSHAKE:g} s"
+        raise RuntimeError(f"{text}; is it another program's port?") from None
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
 def _wait_for_listener(env: RankEnv, address: str, patience: float) -> None:
     """Until something listens there: the store's own attempts print a stack trace each."""
-    deadline = time.monotonic() + patience
+    began, told = time.monotonic(), False
+    deadline = began + patience
     while True:
         left = deadline - time.monotonic()
         try:
@@ -89,6 +117,12 @@ def _wait_for_listener(env: RankEnv, address: str, patience: float) -> None:
             return
         except OSError as error:
             why = error.strerror or str(error)
+        if not told and time.monotonic() - began > SAY_AFTER:
+            told = True
+            say(
+                f"rank {env.rank} on {env.here}: waiting for rank 0 at {env.master_addr}:"
+                f"{env.master_port}: {why}"
+            )
         if time.monotonic() + _POLL_MOST > deadline:
             raise _unreachable(env, address, f"{why}, for {patience:g} s")
         time.sleep(_POLL_MOST)

@@ -68,10 +68,16 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     if front_end is None:
         ranks = config.parallel.ep
         record = record_of_this_process(
-            LOCAL, None, 1, ranks, arguments, drain_seconds=config.server.drain_seconds
+            LOCAL,
+            None,
+            1,
+            ranks,
+            arguments,
+            drain_seconds=config.server.drain_seconds,
+            restarts=config.server.max_restarts,
         )
         with registered(record):
-            failure = run_job(ranks, arguments, restarts=config.server.max_restarts)
+            failure = run_job(ranks, arguments, restarts=record.restarts)
         end_job(failure, ranks, "stopped")
     failure = run_job(config.parallel.ep, arguments, front_end)
     if failure is not None and failure.told:

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ from launch.cluster.jobs import (
 )
 from launch.cluster.slurm_commands import JobState
 from launch.cluster.stages import StageFile
-from launch.cluster.status import status
+from launch.cluster.status import nodes_of, status
 from launch.cluster.stop import stop
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Progress
@@ -219,6 +220,74 @@ def test_a_job_by_its_folder(tmp_path, launcher, capsys):
     assert status(str(tmp_path), as_json=True) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["stage"] == "ready" and report["state"] == "starting" and not report["ready"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_job_whose_ranks_start_again_keeps_its_address_and_says_why(home, launcher, capsys):
+    record = record_of(launcher.pid, restarts=5)
+    Registry(home).add(record)
+    url = f"http://127.0.0.1:{free_port()}"
+    write_stages(record, url)
+    environ = {stages.VARIABLE: stages.pattern(Path(record.folder))}
+
+    def told() -> dict[str, Any]:
+        assert status(url, as_json=True) == 1
+        return json.loads(capsys.readouterr().out)
+
+    # Its front end is gone, whoever named rank 1 or not.
+    assert told()["state"] == "restarting" and told()["id"] == record.id
+    StageFile(environ, 0).name_first(1)
+    assert told()["restarts"]["reasons"][0].startswith("rank 1: died")
+    StageFile(environ, 1).tell("starting")
+    StageFile(environ, 0).tell("starting")
+    report = told()
+    assert (report["state"], report["stage"], report["url"]) == ("restarting", "starting", url)
+    assert report["restarts"]["count"] == 1 and report["restarts"]["max"] == 5
+    assert report["restarts"]["reasons"][0].startswith("rank 1: died")
+    assert status(None, as_json=False) == 1
+    assert "restarts: 1 of 5, last: rank 1: died" in capsys.readouterr().out
+    assert stop(url, now=False) == 0 and launcher.wait(5) in (0, -signal.SIGTERM)
+
+
+def test_a_job_that_never_starts_again_has_failed(home, launcher, capsys):
+    record = record_of(launcher.pid)
+    Registry(home).add(record)
+    write_stages(record)
+    environ = {stages.VARIABLE: stages.pattern(Path(record.folder))}
+    StageFile(environ, 1).tell("failed", text="no memory", code=1)
+    assert status(None, as_json=True) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["state"] == "failed" and report["restarts"] is None
+
+
+def test_an_ended_job_says_how_and_its_time_stands_still(tmp_path, launcher, capsys):
+    record = replace(record_of(launcher.pid), folder=str(tmp_path))
+    (tmp_path / "job.json").write_text(record.text())
+    lines = [stages.Record(r, "n0", "ready", 100.0 + r) for r in (0, 1)]
+    text = "".join(json.dumps(asdict(line)) + "\n" for line in lines)
+    (tmp_path / "node-n0.jsonl").write_text(text)
+    launcher.kill()
+    launcher.wait()
+    assert status(str(tmp_path), as_json=True) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["state"], report["stage"], report["uptime_seconds"]) == ("ended", "stopped", 1.0)
+    stages.write_failure(tmp_path, 1, "n0", "died: killed by SIGKILL", 3)
+    status(str(tmp_path), as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["stage"] == "failed"
+    assert report["failures"] == [{"rank": 1, "host": "n0", "reason": "died: killed by SIGKILL"}]
+
+
+def test_nodes_that_share_a_host_name_are_told_apart():
+    ranks = [{"rank": r, "host": "vm", "state": "ready"} for r in range(4)]
+    nodes = [{"name": "vm#0", "ranks": [0, 1]}, {"name": "vm#1", "ranks": [2, 3]}]
+    found = nodes_of({"ranks": ranks, "launch": {"nodes": nodes}})
+    assert [(n["host"], n["ranks"]) for n in found] == [("vm#0", [0, 1]), ("vm#1", [2, 3])]
 
 
 def test_slurms_word_stands_where_ranks_say_nothing(home, monkeypatch, capsys):

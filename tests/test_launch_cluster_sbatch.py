@@ -139,6 +139,11 @@ def test_from_the_command_line(cluster, tmp_path):
 # -- what is checked ----------------------------------------------------------------------------
 
 
+def test_what_watches_a_job_wants_one_submitted(cluster, tmp_path):
+    found = problems_of(launch(tmp_path, "serve", TINY, submit=False, wait=3.0, detach=True))
+    assert [p.partition(":")[0] for p in found] == ["--wait", "--detach"]
+
+
 def test_everything_wrong_is_said_at_once(cluster, tmp_path):
     words = ("serve", "/gone", "--colour", "--shape=round", "--ep", "3", "--port", "x")
     found = problems_of(
@@ -148,7 +153,7 @@ def test_everything_wrong_is_said_at_once(cluster, tmp_path):
             nodes=3,
             gpus_per_node=9,
             ranks_per_node=2,
-            extra=("--mem=0",),
+            extra=("--mem=0", "#SBATCH --nodes=7", "#SBATCH -o x"),
             name="two words",
             output=tmp_path / "50% off",
         )
@@ -156,6 +161,8 @@ def test_everything_wrong_is_said_at_once(cluster, tmp_path):
     for start in (
         "--ranks-per-node 2: a rank has one GPU",
         "--extra '--mem=0'",
+        "--extra '#SBATCH --nodes=7': --nodes 3 says that already",
+        "--extra '#SBATCH -o x': --output says that already",
         "--name 'two words'",
         "--nodes 3: partition main has 2 nodes",
         "--gpus-per-node 9: nodes of partition main have 8 GPUs at most",

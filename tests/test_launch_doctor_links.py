@@ -145,7 +145,7 @@ def test_what_differs_is_named_with_its_node() -> None:
     nodes = [node("h0"), node("h1"), node("h2", checkpoint="abd"), node("h3", clock=2.0)]
     found = {c.name: c for c in compare(nodes)}
     assert found["torch"].state is State.OK and "on all 4 nodes" in found["torch"].found
-    assert found["checkpoint"].state is State.WARNING
+    assert found["checkpoint"].state is State.FAILS and "refuses" in found["checkpoint"].reason
     assert found["checkpoint"].found == "abc on 3 of 4 nodes; h2: abd"
     assert found["clocks"].state is State.WARNING and "h3: +2.00 s" in found["clocks"].found
     assert "driver" not in found  # nobody has one

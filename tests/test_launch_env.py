@@ -42,6 +42,8 @@ def test_our_launcher_adds_its_own():
         ({"RANK": "8"}, ["RANK=8", "WORLD_SIZE=8"]),
         ({"MASTER_ADDR": None}, ["MASTER_ADDR is not set"]),
         ({"MASTER_PORT": None}, ["MASTER_PORT is not set"]),
+        ({"MASTER_PORT": "0"}, ["MASTER_PORT='0': must be a port, 1 to 65535"]),
+        ({"MASTER_PORT": "99999999"}, ["MASTER_PORT='99999999': must be a port"]),
         ({"LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3"]),
         ({"LOCAL_RANK": "4"}, ["LOCAL_RANK=4"]),
         ({"LOCAL_WORLD_SIZE": "0", "LOCAL_RANK": "0"}, ["LOCAL_RANK=0"]),

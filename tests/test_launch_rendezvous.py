@@ -167,6 +167,26 @@ def test_nobody_at_the_store(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_what_answers_at_the_stores_port_may_be_no_store(monkeypatch, capfd):
+    monkeypatch.setattr("launch.rendezvous.HANDSHAKE", 0.5)
+    with socket.socket() as mute:  # takes connections, says nothing
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        env = replace(env_of(1, nodes=1), master_port=mute.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(Unmet, match="the job's store at 127.0.0.1:.*cannot be reached"):
+            open_store(env)
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_says_that_it_waits_for_rank_0(monkeypatch, capfd):
+    monkeypatch.setattr("launch.rendezvous.SAY_AFTER", 0.1)
+    with pytest.raises(Unmet):
+        open_store(replace(env_of(1, nodes=1), master_port=free_port()), patience=1.0)
+    told = capfd.readouterr().err
+    assert told.count("waiting for rank 0 at 127.0.0.1") == 1 and "rank 1 on " in told
+
+
 # ---- last words --------------------------------------------------------------------------------
 
 

@@ -110,19 +110,31 @@ class HostsLaunch:
             len(names) * ranks,
             ("serve", *served.words),
             served.drain_seconds,
+            served.max_restarts,
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / JOB_FILE).write_text(record.text())
         except OSError as error:
             raise ConfigError([f"--output {folder}: {error.strerror}"]) from None
-        with registered(record):
-            return self._launch_again(names, ranks, ssh, served, folder)
+        try:
+            with registered(record):
+                return self._launch_again(names, ranks, ssh, served, folder)
+        finally:
+            self._drop_if_nothing_ran(folder)
+
+    def _drop_if_nothing_ran(self, folder: Path) -> None:
+        """No rank was started (an unknown host, versions that differ): nothing to look at later."""
+        with contextlib.suppress(OSError):
+            if self.output is None and [p.name for p in folder.iterdir()] == [JOB_FILE]:
+                shutil.rmtree(folder)
+                folder.parent.rmdir()  # if it is empty now
 
     def _names(self, problems: list[str]) -> list[str]:
-        names = [name.strip() for name in self.hosts.split(",") if name.strip()]
-        if not names:
-            problems.append("HOSTS: name at least one, such as a,b,c")
+        names = [name.strip() for name in self.hosts.split(",")]
+        if not all(names):
+            problems.append(f"HOSTS {self.hosts!r}: a name is empty; give names such as a,b,c")
+        names = [name for name in names if name]
         problems += [
             f"host {name!r}: must be a name or an address, such as node1 or me@10.0.0.1"
             for name in names

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launch.cluster import remote
 from launch.cluster.interrupts import count_interrupts
 from launch.cluster.screen import open_screen, tell_cause
-from launch.cluster.stages import Record
+from launch.cluster.stages import Record, write_failure
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, Progress
 from launch.failure import LOST_PEER
@@ -178,6 +178,7 @@ class HostsWatch:
         if cause is not None:
             name = self._host_name(cause)
             tell_cause(cause, self._folder / f"host-{name}.log")
+            write_failure(self._folder, cause.rank, cause.host or name, cause.reason, cause.code)
             return cause.code if 0 < cause.code < 128 else 1
         if not self._cut:
             for name, code in self._ended.items():

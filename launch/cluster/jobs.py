@@ -91,6 +91,7 @@ def record_of_this_process(
     num_ranks: int,
     command: Sequence[str],
     drain_seconds: float = 30.0,
+    restarts: int = 0,
 ) -> JobRecord:
     """folder None: one in the state folder, named by the id."""
     me, job = psutil.Process(), f"{kind}-{os.getpid()}"
@@ -106,6 +107,7 @@ def record_of_this_process(
         pid_started=me.create_time(),
         started=time.time(),
         drain_seconds=drain_seconds,
+        restarts=restarts,
     )
 
 

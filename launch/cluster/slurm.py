@@ -38,6 +38,7 @@ _FORMS = {  # of options that go into the batch file as they are
         "DAYS-HOURS:MINUTES[:SECONDS], or UNLIMITED",
     ),
 }
+_SHORT = {"N": "nodes", "c": "cpus-per-task", "o": "output"}  # of sbatch
 _ODD = re.compile(r"[\s%\"'\\]")  # what Slurm reads otherwise in the name of a file
 
 
@@ -115,6 +116,24 @@ class SlurmLaunch:
             for line in self.extra
             if not line.startswith("#SBATCH -") or "\n" in line
         ]
+        settled = {
+            "nodes": f"--nodes {self.nodes}",
+            "ntasks-per-node": "the ranks a node",
+            "gpus-per-node": f"--gpus-per-node {self.gpus_per_node}",
+            "cpus-per-task": "--cpus-per-rank",
+            "output": "--output",
+        }
+        for line in self.extra:
+            name = re.match(r"#SBATCH --?([\w-]+)", line)
+            option = _SHORT.get(name[1], name[1]) if name else ""
+            if option in settled:
+                problems.append(f"--extra {line!r}: {settled[option]} says that already")
+        if not self.submit:
+            problems += [
+                f"{flag}: watches a job that --submit has submitted; give --submit too"
+                for flag, given in (("--wait", self.wait is not None), ("--detach", self.detach))
+                if given
+            ]
         for option, (form, must) in _FORMS.items():
             value = getattr(self, option)
             if value is not None and not form.fullmatch(value):
@@ -134,8 +153,11 @@ class SlurmLaunch:
             known = partitions()
         except SlurmError as error:
             if self.submit:
-                problems.append(str(error))
-            else:
+                problems.append(
+                    f"--submit: Slurm does not answer here ({error}); leave --submit out, and "
+                    "submit the file on a machine of the cluster"
+                )
+            elif not problems:
                 say(f"{error}; partition and sizes are not compared with the cluster's")
             return
         names = ", ".join(sorted(name for name in known if name))

@@ -15,7 +15,7 @@ from launch.cluster.interrupts import count_interrupts
 from launch.cluster.jobs import JobRecord, Registry
 from launch.cluster.sbatch import JOB_LOG, rank_log
 from launch.cluster.screen import Screen, open_screen, tell_cause, tell_tail
-from launch.cluster.stages import ENDED, STARTING
+from launch.cluster.stages import ENDED, STARTING, write_failure
 from launch.cluster.urls import public_url
 from launch.cluster.watch import Cause, NodeFiles, Progress, deaths_in
 from moeserve.terminal import counted, say
@@ -221,6 +221,7 @@ class _Watch:
 
     def _tell(self, cause: Cause) -> None:
         tell_cause(cause, rank_log(self._folder, cause.rank))
+        write_failure(self._folder, cause.rank, cause.host, cause.reason, cause.code)
         say(f"job {self._record.id} has ended; all logs: {self._folder}")
 
     # ---- by our hand --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ one file of a network file system get lost. Knows files and stages; nothing of w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -64,6 +65,18 @@ def pattern(folder: Path) -> str:
     return str(folder / "node-%h.jsonl")
 
 
+def write_failure(folder: Path, rank: int, host: str, reason: str, code: int) -> None:
+    """A watcher's word on why a job failed, for those who ask later: a rank that was killed has
+    left none. Not written where the folder cannot be."""
+    record = Record(rank, host, FAILED, time.time(), text=reason, code=code)
+    with contextlib.suppress(OSError), (folder / "node-watcher.jsonl").open("a") as file:
+        file.write(_line(record))
+
+
+def _line(record: Record) -> str:
+    return json.dumps({k: v for k, v in asdict(record).items() if v or k == "rank"}) + "\n"
+
+
 class StageFile:
     """A rank's hand on the file of its node. Without the variable nothing is written."""
 
@@ -94,7 +107,7 @@ class StageFile:
     def _append(self, record: Record) -> None:
         if self._path is None:
             return
-        line = json.dumps({k: v for k, v in asdict(record).items() if v or k == "rank"}) + "\n"
+        line = _line(record)
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:

@@ -9,7 +9,7 @@ import json
 import time
 from typing import Any
 
-from launch.cluster.jobs import SLURM
+from launch.cluster.jobs import SLURM, JobRecord
 from launch.cluster.screen import describe, ranks_in_words
 from launch.cluster.stages import STAGES
 from launch.cluster.targets import Target, all_jobs, find
@@ -43,14 +43,14 @@ def report_of(target: Target) -> dict[str, Any]:
     told: dict[str, Any] = health if isinstance(health, dict) else {}
     # Of ranks that somebody else started (torchrun by hand) only the first writes its stages.
     few = len(progress.ranks) < len(told.get("ranks", []))
-    nodes = _nodes_of(told) if few else [_node(view) for view in progress.nodes()]
+    nodes = nodes_of(told) if few else [_node(view) for view in progress.nodes()]
     return {
         "id": record.id if record is not None else None,
         "kind": record.kind if record is not None else None,
         "folder": record.folder if record is not None and record.folder else None,
         "command": list(record.command) if record is not None else None,
         "state": _state(target, told),
-        "stage": _stage(progress, told),
+        "stage": _stage(target, told),
         "ready": bool(told.get("ready")),
         "reason": told.get("reason") or (health if isinstance(health, str) else None),
         "url": target.url or None,
@@ -62,6 +62,7 @@ def report_of(target: Target) -> dict[str, Any]:
         "dispatch": told.get("dispatch"),
         "slurm": None if target.state is None else vars(target.state),
         "trouble": target.trouble or None,
+        "restarts": _restarts(target, told),
         "nodes": nodes,
         "ranks": told.get("ranks"),
         "failures": [{"rank": f.rank, "host": f.host, "reason": f.text} for f in progress.primary],
@@ -69,22 +70,49 @@ def report_of(target: Target) -> dict[str, Any]:
 
 
 def _state(target: Target, health: dict[str, Any]) -> str:
-    """ready, draining, failed, ... by the server; else pending, starting or ended."""
+    """ready, draining, failed, ... by the server; else pending, starting, restarting or ended."""
     if "status" in health:
         return str(health["status"])
     if target.state is not None and not target.state.running:
         return target.state.state.lower()
     if target.record is not None and target.record.stale:
         return "ended"
+    if target.record is not None and _starts_again(target.record, target.progress):
+        return "restarting"
     if target.progress.failing:
         return "failed"
     return "starting" if target.record is not None else "unreachable"
 
 
-def _stage(progress: Progress, health: dict[str, Any]) -> str | None:
+def _starts_again(record: JobRecord, progress: Progress) -> bool:
+    """Its ranks died, or cannot be reached any more, and may start as often as that."""
+    if progress.ending or not record.restarts:
+        return False
+    lost = progress.failing or bool(progress.url)
+    return progress.restarts > 0 or (lost and progress.restarts < record.restarts)
+
+
+def _restarts(target: Target, health: dict[str, Any]) -> dict[str, Any] | None:
+    """How often all ranks have started again, at most may, and why; None: they never will."""
+    told = (health.get("launch") or {}).get("restarts")
+    if told:
+        return dict(told)
+    record, progress = target.record, target.progress
+    if record is None or not record.restarts:
+        return None
+    cause = progress.first_cause({}) if progress.failing else progress.last_cause
+    who = f"rank {cause.rank}: " if cause is not None and cause.rank >= 0 else ""
+    reasons = [] if cause is None else [f"{who}{cause.reason}"]
+    return {"count": progress.restarts, "max": record.restarts, "reasons": reasons}
+
+
+def _stage(target: Target, health: dict[str, Any]) -> str | None:
+    progress = target.progress
     nodes = progress.nodes()
     if health.get("ready"):
         return "ready"
+    if target.record is not None and target.record.stale:
+        return "failed" if progress.failing else "stopped"
     if not nodes:
         return None
     return min(nodes, key=lambda n: STAGES.index(n.stage)).stage
@@ -93,8 +121,9 @@ def _stage(progress: Progress, health: dict[str, Any]) -> str | None:
 def _uptime(target: Target, health: dict[str, Any]) -> float | None:
     if "uptime_seconds" in health:
         return float(health["uptime_seconds"])
-    began = target.progress.started
-    return round(time.time() - began, 1) if began else None
+    began, record = target.progress.started, target.record
+    ended = target.progress.seen if record is not None and record.stale else time.time()
+    return round(ended - began, 1) if began else None
 
 
 def _node(view: NodeView) -> dict[str, Any]:
@@ -109,11 +138,16 @@ def _node(view: NodeView) -> dict[str, Any]:
     }
 
 
-def _nodes_of(health: dict[str, Any]) -> list[dict[str, Any]]:
+def nodes_of(health: dict[str, Any]) -> list[dict[str, Any]]:
     """From /health, where no files are at hand."""
+    named = {
+        rank: str(node["name"])
+        for node in (health.get("launch") or {}).get("nodes", [])
+        for rank in node["ranks"]
+    }  # several nodes may share a host name (containers, Slurm's virtual nodes)
     by_host: dict[str, list[dict[str, Any]]] = {}
     for rank in health.get("ranks", []):
-        by_host.setdefault(rank.get("host", "?"), []).append(rank)
+        by_host.setdefault(named.get(rank.get("rank")) or rank.get("host", "?"), []).append(rank)
     return [
         {
             "host": host,
@@ -175,6 +209,10 @@ def _print_job(report: dict[str, Any]) -> None:
     for line in (report["trouble"], None if report["ready"] else report["reason"]):
         if line:
             print(line)
+    again = report["restarts"]
+    if again and (again["count"] or report["state"] == "restarting"):
+        why = f", last: {again['reasons'][-1]}" if again["reasons"] else ""
+        print(f"restarts: {again['count']} of {again['max']}{why}")
     for failure in report["failures"]:
         print(f"rank {failure['rank']} on {failure['host']}: {failure['reason']}")
     if report["nodes"]:

@@ -71,7 +71,7 @@ def target_of(record: JobRecord) -> Target:
             state = state_of(record.id)
         except SlurmError as error:
             trouble = str(error)
-    url = public_url(progress) if progress.url else ""
+    url = public_url(progress) if progress.url or progress.last_url else ""
     return Target(record, progress, url, state, trouble)
 
 

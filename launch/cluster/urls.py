@@ -16,10 +16,12 @@ PATIENCE = 5.0
 
 
 def public_url(progress: Progress) -> str:
-    """A server that listens on all addresses is reached by the name of its node."""
-    url = urllib.parse.urlsplit(progress.url)
+    """A server that listens on all addresses is reached by the name of its node. While its ranks
+    start again: the one it had."""
+    told = progress.url or progress.last_url
+    url = urllib.parse.urlsplit(told)
     if url.hostname not in _EVERYWHERE:
-        return progress.url
+        return told
     here = progress.front_host == socket.gethostname()
     host = "127.0.0.1" if here else progress.front_host
     return f"{url.scheme}://{host}:{url.port}"

@@ -43,6 +43,7 @@ class RankView:
     read_seconds: float = 0.0  # what its weights took, or take so far
     failure: Record | None = None
     ended: Record | None = None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Cause:
 
 @dataclass
 class Progress:
-    """What the records said so far. A rank that starts again (a restart) begins anew.
+    """What the records said so far. A rank that starts again (a restart) begins anew; of the
+    attempt before, the address and the first cause are kept.
 
     strict: of ranks that have not said that they start nothing is heard: last words of an earlier
     attempt, whose end was told."""
@@ -81,6 +83,10 @@ class Progress:
     front_host: str = ""
     named_first: int | None = None
     started: float = 0.0
+    seen: float = 0.0  # when the last record was written
+    restarts: int = 0  # of the job
+    last_url: str = ""
+    last_cause: Cause | None = None
 
     def feed(self, record: Record) -> None:
         if self.strict and record.rank not in self.ranks and record.stage != STARTING:
@@ -90,11 +96,17 @@ class Progress:
             return
         view = self.ranks.get(record.rank)
         if view is None or record.stage == STARTING:
-            view = self.ranks[record.rank] = RankView(record.rank, record.host, began=record.when)
+            again = 0 if view is None else view.restarts + 1
+            if again > self.restarts:  # the first rank of a new attempt
+                self.restarts, self.last_url = again, self.url or self.last_url
+                self.last_cause = self.first_cause({})
+            view = RankView(record.rank, record.host, began=record.when, restarts=again)
+            self.ranks[record.rank] = view
             if record.rank == 0:
                 self.url, self.named_first = "", None
         self.started = min(self.started or record.when, record.when)
         view.seen = record.when
+        self.seen = max(self.seen, record.when)
         if record.stage == FAILED:
             view.failure = record
         elif record.stage == ENDED:

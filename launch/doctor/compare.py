@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.doctor.check import Check, ok, warning
+from launch.doctor.check import Check, fails, ok, warning
 
 SECTION = "nodes"
 CLOCK_SECONDS = 0.5  # more than this apart, logs and traces mislead
@@ -23,6 +23,8 @@ MUST_MATCH = {
     "GPU": "ranks go at the pace of the slowest: use nodes of one kind",
     "checkpoint": "copy the checkpoint again: nodes would compute with other weights",
 }
+# `serve` refuses a job whose nodes differ in these (launch.node_facts).
+REFUSED = {"moeserve", "python", "torch", "checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,13 @@ def compare(nodes: Sequence[NodeReport]) -> list[Check]:
                 found.append(ok(SECTION, name, f"{usual} on all {len(nodes)} nodes"))
             continue
         others = [f"{n.name}: {v}" for n, v in zip(nodes, values, strict=True) if v != usual]
-        found.append(
-            warning(
-                SECTION,
-                name,
-                f"{usual} on {count} of {len(nodes)} nodes; {', '.join(others[:8])}",
-                "nodes differ in what must be equal",
-                remedy,
-            )
-        )
+        told = f"{usual} on {count} of {len(nodes)} nodes; {', '.join(others[:8])}"
+        if name in REFUSED:
+            reason = "nodes differ in what must be equal: serve refuses such a job"
+            found.append(fails(SECTION, name, told, reason, remedy))
+        else:
+            reason = "nodes differ in what should be equal"
+            found.append(warning(SECTION, name, told, reason, remedy))
     found.append(_clocks(nodes))
     return found
 

@@ -79,7 +79,8 @@ def name_check(name: str, address: str | None) -> Check:
             f"{name} is {address}",
             "loopback: a library that goes by the name tells other machines to connect to "
             "themselves (moeserve goes by the route; NCCL and torchrun's rendezvous may not)",
-            f"in /etc/hosts give {name} the address of the network, not 127.0.1.1",
+            f"in /etc/hosts give {name} the address of the network, not one of 127.*; torchrun may "
+            "be told which node hosts its store by --rdzv-conf is_host=1 there, 0 elsewhere",
         )
     return ok(SECTION, "host name", f"{name} is {address}")
 
