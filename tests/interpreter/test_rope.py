@@ -33,6 +33,12 @@ def test_rope(dtype: torch.dtype, tokens: int, heads: int, dim: int) -> None:
         assert torch.equal(rope(x[row : row + 1], positions[row : row + 1], cos_sin)[0], got[row])
 
 
+def test_a_row_that_pads_reads_nothing_outside() -> None:
+    x, table = torch.ones(2, 1, 4), torch.full((3, 4), 0.5)
+    got = rope(x, torch.tensor([-1, 2]), table)
+    assert torch.equal(got[0], got[1])
+
+
 def test_wrong_shapes_are_refused() -> None:
     x, table = torch.zeros(2, 1, 8), torch.zeros(4, 8)
     with pytest.raises(ShapeRefused, match="cos_sin"):

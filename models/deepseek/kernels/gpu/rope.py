@@ -32,7 +32,8 @@ def rope_kernel(
     head = tl.program_id(1) * block_h + tl.arange(0, block_h)
     pair = tl.arange(0, block_half)
     inside = (head < heads)[:, None] & (pair < half)[None, :]
-    turn = cos_sin + tl.load(positions + token) * (2 * half) + pair
+    # A row that pads a captured step has position -1.
+    turn = cos_sin + tl.maximum(tl.load(positions + token), 0) * (2 * half) + pair
     cos = tl.load(turn, mask=pair < half, other=0.0)[None, :]
     sin = tl.load(turn + half, mask=pair < half, other=0.0)[None, :]
     source = x + token * x_row + head[:, None] * x_head + 2 * pair[None, :]
