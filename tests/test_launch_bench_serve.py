@@ -31,6 +31,7 @@ USAGE: dict[str, dict[str, Any]] = {  # that cannot be
     "cached": {"prompt_tokens_details": {"cached_tokens": 500}},
     "negative cached": {"prompt_tokens_details": {"cached_tokens": -1}},
 }
+OVERTOLD = {"lie": 1, "liebig": 100}  # usage: so many times what was asked, of one letter
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -89,8 +90,9 @@ class Handler(BaseHTTPRequestHandler):
         if way == "slow":
             time.sleep(FIRST_SECONDS)
         count = {"empty": 0, "short": wanted - 2, "long": wanted + 1, "cut": 2}.get(way, wanted)
-        for number in range(count):
-            text = " \n" if way == "blank" else "x"
+        pack = {"packs": 2, "one": count}.get(way, 1)  # tokens of an event
+        for number in range(1 if way in OVERTOLD else count // pack):
+            text = " \n" if way == "blank" else "x" * pack
             said: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
             if way == "thinks":
                 said = {"delta": {"content": " ", "reasoning_content": "x"}}
@@ -106,8 +108,11 @@ class Handler(BaseHTTPRequestHandler):
         reason = {"nameless": None, "refused": "abort", "empty": "stop"}.get(way, "length")
         self._event({"choices": [{"text": "", "delta": {}, "finish_reason": reason}]})
         if way != "silent":
-            usage = {"prompt_tokens": 7, "completion_tokens": count}
-            self._event({"choices": [], "usage": usage | USAGE.get(way, {})})
+            told = count * OVERTOLD.get(way, 1)
+            usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": told}
+            if way == "tells cached":
+                usage["prompt_tokens_details"] = {"cached_tokens": 3}
+            self._event({"choices": [], "usage": {**usage, **USAGE.get(way, {})}})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, content: Any) -> None:
@@ -205,6 +210,119 @@ def test_a_usage_that_cannot_be_is_a_fault_and_in_no_sum(peer: Peer, tmp_path: P
     _, report = bench(peer.url, tmp_path, "--requests=1", "--output-tokens=4", "--warmup=0")
     assert "cached_tokens 500 of prompt_tokens 7" in report["problems"][0]
     assert report["tokens"]["input"] is None and report["cache_hit_share"] is None
+
+
+def test_a_usage_that_the_text_cannot_hold_is_a_fault_and_in_no_sum(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.handler.ways = ["fine", *OVERTOLD]
+    flags = ("--requests=3", "--concurrency=1", "--output-tokens=16", "--warmup=0")
+    result, report = bench(peer.url, tmp_path, *flags)
+    assert result.exit_code == 1, result.output
+    assert [x["fault"] for x in report["samples"]] == [None, Fault.DISAGREES, Fault.DISAGREES]
+    assert report["tokens"]["output"] == 16 + 1 + 1  # of a call that failed what was seen
+    (said,) = report["problems"]
+    assert "(for example: 16 tokens in usage, 1 bytes of text in 2 events)" in said
+    peer.handler.bodies.clear()
+    peer.handler.ways = ["long"]
+    _, report = bench(peer.url, tmp_path, *flags)
+    assert report["errors"].keys() == {Fault.LONG}
+    assert report["tokens"]["output"] == 3 * 16  # at most what was asked for
+
+
+def test_answers_in_one_event_are_named_and_keep_no_limit_of_tpot(
+    peer: Peer, tmp_path: Path
+) -> None:
+    peer.handler.ways = ["one"]
+    flags = ("--requests=3", "--warmup=0", "--tpot-limit=60000")
+    _, report = bench(peer.url, tmp_path, *flags, "--output-tokens=4")
+    assert report["calls"]["good"] == 3 and report["calls"]["within_limits"] == 0
+    assert report["not_streamed"]["in_one_event"] == 3
+    assert any("3 answers came in one event: not streamed" in x for x in report["caveats"])
+    _, report = bench(peer.url, tmp_path, *flags, "--output-tokens=1")  # has no TPOT
+    assert report["calls"]["within_limits"] == 3 and report["not_streamed"]["in_one_event"] == 0
+
+
+def test_tokens_an_event_are_told_beside_itl(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["packs"]
+    result, report = bench(peer.url, tmp_path, "--requests=3", "--output-tokens=8", "--warmup=0")
+    assert report["tokens_an_event"] == 2.0 and report["latency_ms"]["itl"]["count"] == 3 * 3
+    assert "ITL, between events" in result.output
+    assert any("an event brought 2.00 tokens" in x for x in report["caveats"])
+
+
+def test_a_cache_hit_share_is_of_calls_that_told_it(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["fine", "tells cached"]
+    flags = ("--requests=4", "--concurrency=1", "--output-tokens=4", "--warmup=0")
+    _, report = bench(peer.url, tmp_path, *flags)
+    assert report["cache_hit_share"] == 3 / 7 and report["tokens"]["computed_input"] == 8
+    assert report["tokens"]["input"] == 28 and report["tokens"]["input_with_cached_told"] == 14
+    said = "2 of 4 calls told no cached tokens"
+    assert any(said in x and "the share is 21.4%" in x for x in report["caveats"])
+
+
+def test_text_is_held_against_usage_by_a_tokenizer(
+    peer: Peer, folder: Path, tmp_path: Path
+) -> None:
+    flags = ("--requests=2", "--output-tokens=4", "--warmup=0", f"--tokenizer={folder}")
+    assert bench(peer.url, tmp_path, *flags)[0].exit_code == 0
+    result, _ = bench(peer.url, tmp_path, "--requests=2", f"--tokenizer={tmp_path}")
+    assert isinstance(result.exception, ConfigError) and "tokenizer.json" in str(result.exception)
+
+
+RECORDED = """
+{"at": 10.0, "conversation": "a", "input_tokens": 8, "output_tokens": 2}
+{"at": 13.0, "conversation": "a", "input_tokens": 8, "output_tokens": 3}
+{"at": 11.0, "conversation": "a", "input_tokens": 8, "output_tokens": 4}
+{"at": 10.5, "conversation": "b", "input_tokens": 8, "output_tokens": 5}
+{"at": 12.0, "conversation": "b", "input_tokens": 8, "output_tokens": 6}
+"""
+
+
+def test_every_turn_of_a_trace_goes_at_its_time(peer: Peer, tmp_path: Path) -> None:
+    trace, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    trace.write_text(RECORDED)
+    flags = (f"--trace={trace}", "--speed=10", "--warmup=1", f"--record={again}")
+    result, report = bench(peer.url, tmp_path, *flags)
+    assert result.exit_code == 0, result.output
+    sent = {(x["conversation"], x["turn"]): x["sent"] for x in report["samples"]}
+    due = {(0, 0): 0.0, (1, 0): 0.05, (0, 1): 0.1, (1, 1): 0.2, (0, 2): 0.3}
+    assert sent.keys() == due.keys()
+    assert all(due[key] - 0.003 <= sent[key] for key in due), sent  # by a yield, not by a timer
+    asked = [x["max_tokens"] for x in peer.handler.bodies]
+    assert asked[0] == 2 and sorted(asked[1:], key=[2, 5, 4, 6, 3].index) == asked[1:]
+    assert any("never before the answer to the one before" in x for x in report["caveats"])
+    # What was sent so is sent so again: the same conversations at the same times.
+    result, replayed = bench(peer.url, tmp_path, f"--trace={again}", "--warmup=0")
+    assert result.exit_code == 0, result.output
+    times = {(x["conversation"], x["turn"]): x["sent"] for x in replayed["samples"]}
+    assert times.keys() == due.keys()
+    assert all(sent[key] - sent[0, 0] - 0.003 <= times[key] for key in due), (sent, times)
+
+
+def test_a_turn_waits_for_the_answer_before_and_that_is_said(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["slow"]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(RECORDED)
+    _, report = bench(peer.url, tmp_path, f"--trace={trace}", "--speed=1000", "--warmup=0")
+    told = {(x["conversation"], x["turn"]): x for x in report["samples"]}
+    for (conversation, turn), x in told.items():
+        if turn:
+            before = told[conversation, turn - 1]
+            assert x["sent"] >= before["sent"] + 1e-3 * before["e2e_ms"] - 1e-3
+    said = "3 of 3 later turns were late because of slow answers"
+    assert any(said in x for x in report["caveats"]), report["caveats"]
+    assert report["generator"]["late_ms"]["count"] == 5  # against when they could go
+    _, cut = bench(peer.url, tmp_path, f"--trace={trace}", "--seconds=1.2", "--warmup=0")
+    assert [(x["conversation"], x["turn"]) for x in cut["samples"]] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_turns_after_one_that_failed_are_counted(peer: Peer, tmp_path: Path) -> None:
+    peer.handler.ways = ["fine", "500", "fine", "fine", "fine"]
+    flags = ("--requests=2", "--turns=3", "--concurrency=1", "--output-tokens=2", "--warmup=0")
+    _, report = bench(peer.url, tmp_path, *flags)
+    assert report["calls"]["sent"] == 5
+    assert "1 turns were not asked: one before them failed" in report["caveats"]
 
 
 def test_white_space_beside_reasoning_or_as_one_token_is_an_answer(
@@ -317,7 +435,8 @@ def test_a_warm_up_that_fails_altogether_ends_it(peer: Peer, tmp_path: Path) -> 
         (("--extra-body=[]",), "--extra-body"),
         (("--speed=2",), "--trace"),
         (("--rate=0",), "--rate 0"),
-        (("--html=nowhere/at/all.html",), "no folder"),
+        (("--html=nowhere/at/all.html",), "no folder 'nowhere/at'"),
+        (("--json=/nowhere/all.json",), "no folder '/nowhere'"),
     ],
 )
 def test_wrong_flags_are_named_before_anything_is_sent(
@@ -326,6 +445,12 @@ def test_wrong_flags_are_named_before_anything_is_sent(
     words = ["bench", "serve", "http://127.0.0.1:1", *flags]
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, ConfigError) and named in str(error), error
+
+
+def test_a_model_that_is_not_served_is_a_wrong_flag(peer: Peer) -> None:
+    error = CliRunner().invoke(app, ["bench", "serve", peer.url, "--model=foo"]).exception
+    assert isinstance(error, ConfigError) and error.exit_code == 2
+    assert "--model 'foo'" in str(error) and "served there: peer" in str(error)
 
 
 def test_our_own_server_tells_everything(job: Rehearsal, tmp_path: Path) -> None:
@@ -351,8 +476,10 @@ def test_more_tokens_than_the_model_holds_are_refused_first(job: Rehearsal, tmp_
 
 
 def test_several_processes_share_the_load(peer: Peer, tmp_path: Path) -> None:
-    flags = ("--requests=6", "--concurrency=3", "--output-tokens=3", "--workers=2", "--warmup=0")
+    flags = ("--requests=6", "--concurrency=3", "--output-tokens=3", "--workers=2", "--warmup=1")
     result, report = bench(peer.url, tmp_path, *flags)
+    assert len(peer.handler.bodies) == 6 + 1 + 2  # one looks whether it answers, each warms up
+    assert any("1 calls before these in each of 2 processes" in x for x in report["caveats"])
     assert result.exit_code == 0 and report["generator"]["workers"] == 2
     assert [x["conversation"] for x in report["samples"]] == list(range(6))
     assert report["tokens"]["output"] == 18
@@ -369,7 +496,12 @@ def test_a_sweep_finds_what_is_served(peer: Peer, tmp_path: Path) -> None:
     assert [x["rate"] for x in report["points"]] == [40, 80] and "knee: " in result.output
     assert report["limits"] == {"ttft_ms": 5000, "tpot_ms": 5000}
     assert plot.stat().st_size > 1000
-    assert "<svg" in page.read_text()
+    text = page.read_text()
+    assert (
+        "<svg" in text and "<li>knee: " in text and ("<b>knee at " in text or "<b>no knee " in text)
+    )
+    for point in report["points"]:
+        assert point["pace"]["delivered"] is None or point["pace"]["delivered"] <= point["rate"]
     peer.handler.ways = ["short"]  # fewer tokens than asked, by finish_reason length
     result = CliRunner().invoke(app, ["bench", "sweep", peer.url, *flags, "--warmup=0"])
     assert "fewer tokens than asked for" in str(result.exception)

@@ -34,10 +34,11 @@ from launch.bench.serve_figures import (
 )
 from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Lengths, Load, SharedPrefix, Turn, arrival_times
-from launch.bench.serve_peer import Snapshot, acceptance, parse_samples, step_breakdown
+from launch.bench.serve_peer import Peer, Snapshot, acceptance, parse_samples, step_breakdown
 from launch.bench.serve_prompts import WORDS, Pool, PromptMaker
 from launch.bench.serve_run import FORMAT
-from launch.bench.serve_trace import read_trace, write_trace
+from launch.bench.serve_text import check_texts
+from launch.bench.serve_trace import at_speed, read_trace, write_trace
 from launch.bench.sweep import faults, next_rate
 from launch.bench.sweep_pace import pace_of
 from launch.bench.sweep_show import verdict
@@ -180,8 +181,10 @@ def test_traces_of_both_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("[]", "JSON object"),
-        ("{", "line 1"),
+        ("[]", "line 1: '[]': must be a JSON object"),
+        ("{", "line 1: '{' is no JSON"),
+        ("xx", "line 1: 'xx' is no JSON (column 1); must be a JSON object"),
+        ("y" * 100, f"line 1: '{60 * 'y'}...' is no JSON"),
         ('{"input_tokens": 1, "output_tokens": 1}', "at (or timestamp)"),
         ('{"at": -1, "input_tokens": 1, "output_tokens": 1}', "at: -1"),
         ('{"at": 0, "input_tokens": 1, "output_tokens": 0}', "at least 1"),
@@ -195,6 +198,22 @@ def test_broken_traces_are_named(tmp_path: Path, line: str, named: str) -> None:
     with pytest.raises(ConfigError, match="trace.jsonl") as error:
         read_trace(file)
     assert named in str(error.value)
+
+
+def test_turns_of_a_trace_are_in_order_and_all_as_fast(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [(13, "a"), (10.5, "b"), (11, "a"), (12, "b"), (20, ["a"])]
+    file.write_text(
+        "".join(
+            json.dumps({"at": at, "conversation": x, "input_tokens": 1, "output_tokens": 1}) + "\n"
+            for at, x in lines
+        )
+    )
+    trace = read_trace(file)
+    assert [[t.at for t in x.turns] for x in trace] == [[0.0, 1.5], [0.5, 2.5], [9.5]]
+    fast = at_speed(trace, 2.0)
+    assert [[t.at for t in x.turns] for x in fast] == [[0.0, 0.75], [0.25, 1.25], [4.75]]
+    assert [x.at for x in fast] == [0.0, 0.25, 4.75]
 
 
 def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
@@ -286,6 +305,52 @@ def test_a_generator_that_is_late_or_busy_says_so() -> None:
     calls[3].due = calls[3].sent - 0.5
     told = generator(calls, [0.0001] * 50, 0.1, 1)
     assert told["was_limit"] and "500 ms after its time" in told["why"]
+    # A server that does not keep up is the limit, unless the generator has no time itself.
+    assert not generator(calls, [0.08] * 50, 0.1, 1, kept_up=False)["was_limit"]
+    assert generator(calls, [0.08] * 50, 0.97, 1, kept_up=False)["was_limit"]
+
+
+def test_how_late_timers_are_is_held_against_each_figure() -> None:
+    """4 ms are nothing beside half a second to the first token and 150 ms of fifteen more, and
+    much beside the 10 ms between two of them."""
+    calls = [call(n, 0.0, [0.5 + 0.01 * k for k in range(16)]) for n in range(20)]
+    told = generator(calls, [0.004] * 50, 0.1, 1)
+    assert not told["was_limit"] and told["coarse"] == ["itl"]
+    told = generator(calls, [0.06] * 50, 0.1, 1)
+    assert told["coarse"] == ["tpot", "itl"] and "from first to last token" in told["why"]
+    assert "of the TTFT" not in told["why"]
+
+
+def test_a_usage_far_from_its_text_is_a_fault() -> None:
+    def answer(number: int, text: str, usage: int, **more: Any) -> Call:
+        made = call(number, 0.0, [1.0, 2.0], **more)
+        made.text, made.output_tokens, made.num_events = text, usage, 2
+        return made
+
+    calls = [
+        answer(0, "a b c d e f g h", 8),
+        answer(1, "a", 16),
+        answer(2, " ".join("x" * 30), 4),
+        answer(3, "a", 16, beside=True),  # reasoning is no text
+        answer(4, "\N{REPLACEMENT CHARACTER} " * 30, 4),
+    ]
+    found = check_texts(calls, lambda text: len(text.split()))
+    assert [x.fault for x in calls] == [None, Fault.DISAGREES, Fault.DISAGREES, None, None]
+    assert calls[1].detail == "16 tokens in usage, 1 in its text by --tokenizer"
+    assert (found.answers, found.tokens, found.usage) == (1, 8, 8) and not found.differs
+    assert check_texts([answer(0, "a b c d e f g h", 7)], lambda text: len(text.split())).differs
+
+
+def test_nodes_are_counted_as_the_job_was_started() -> None:
+    peer = Peer.__new__(Peer)
+    ranks = [{"host": "one"}, {"host": "one"}]
+    peer.health = {"ranks": ranks, "launch": {"nodes": [{"name": "a"}, {"name": "b"}]}}
+    assert peer.num_nodes == 2  # two of one host name
+    for launch in (None, {"nodes": []}):
+        peer.health = {"ranks": ranks, "launch": launch}
+        assert peer.num_nodes == 1
+    peer.health = None
+    assert peer.num_nodes is None
 
 
 def test_what_metrics_say_is_what_they_grew_by() -> None:
@@ -304,6 +369,10 @@ moeserve_requests_in_flight 3.0
     assert [x["steps"] for x in rows] == [10, 0]
     assert rows[0]["step_ms"] == pytest.approx(20) and rows[1]["step_ms"] == 0
     assert rows[0]["parts_ms"] == {"gate": pytest.approx(10)}
+    waits = 'moeserve_step_part_seconds_total{part="lockstep",rank="0"} %g\n'
+    later = Snapshot(parse_samples(text % (14, 1.2, 0.6, 50, 40) + waits % 0.05))
+    (row, _) = step_breakdown(before, later)  # a step is all of it, as in traces
+    assert row["parts_ms"]["lockstep"] == pytest.approx(5) and row["step_ms"] == pytest.approx(25)
     assert acceptance(before, after, 0.7)["accepted_share"] == 0.75
     assert acceptance(before, before, 0.7)["why"] == "nothing was drafted"
     assert acceptance(Snapshot(), Snapshot(), 0.7)["accepted_share"] is None
@@ -331,10 +400,52 @@ def test_compare_pairs_calls_by_their_number() -> None:
 def test_compare_of_sweeps_takes_what_the_knees_delivered() -> None:
     a: dict[str, Any] = {"format": sweep.FORMAT, "knee": 8.0, "knee_delivered": 7.0, "points": []}
     b = a | {"knee": 16.0, "knee_delivered": 14.0}
-    (row,) = ratios(a, b)
-    assert row["what"] == "knee, answers/s" and (row["a"], row["ratio"]) == (7.0, 2.0)
+    (asked, row) = ratios(a, b)
+    assert asked["what"] == "knee, calls/s asked for" and asked["ratio"] == 2.0
+    assert row["what"] == "knee, steady answers/s" and (row["a"], row["ratio"]) == (7.0, 2.0)
     del a["knee_delivered"]
-    assert ratios(a, b)[0]["ratio"] is None
+    assert ratios(a, b)[1]["ratio"] is None
+
+
+def test_compare_takes_no_ratio_of_itl_of_another_kind() -> None:
+    first = report_of([call(n, 0.0, [1.0, 2.0]) for n in range(3)])
+    twice = [call(n, 0.0, [1.0, 2.0]) for n in range(3)]
+    for made in twice:
+        made.output_tokens = 4
+    second = report_of(twice)
+
+    def itl(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        return {x["what"]: x for x in ratios(a, b)}["ITL p50, ms"]
+
+    assert itl(first, first)["ratio"] == 1.0
+    row = itl(first, second)
+    assert row["ratio"] is None and row["a"] == row["b"] == 1000
+    assert row["why"] == "not compared: tokens an event 1.00 in A, 2.00 in B"
+    del second["tokens_an_event"]
+    assert "older result" in itl(first, second)["why"]
+
+
+def test_compare_says_what_ranks_are_and_what_its_ratio_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launch.bench.compare import Compare
+
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        file.write_text(
+            json.dumps(report_of([call(0, 0.0, [1.0, 2.0])]) | {"gpus_are": "CPU ranks"})
+        )
+    Compare(*files, force=False, as_json=False).run()
+    said = capsys.readouterr().out
+    assert "output tokens/s a CPU rank" in said and "a GPU" not in said
+    assert "B / A is the median of the pairs' own ratios" in " ".join(said.split())
+    files[1].write_text(
+        json.dumps({"format": sweep.FORMAT, "settings": {}, "points": [], "knee": None})
+    )
+    with pytest.raises(
+        ConfigError, match="is a result of `bench serve`, .* of `bench sweep`: only"
+    ):
+        Compare(*files, force=True, as_json=False).run()
 
 
 def test_compare_refuses_unlike_settings(
@@ -427,22 +538,34 @@ def test_the_knee_names_what_was_delivered_and_what_it_cannot_tell() -> None:
         }
 
     report: dict[str, Any] = {
+        "settings": {"turns": 1},
         "knee": 8.0,
         "knee_delivered": 7.9,
+        "knee_whole_run": 6.4,
         "limits": {"ttft_ms": 5.0, "tpot_ms": None},
         "limits_are": "as given",
         "points": [point(8, True, False), point(12, False, False)],
     }
-    assert verdict(report) == (
-        "knee: 7.90 answers/s delivered, at 8 calls/s asked for; limits: TTFT 5.00 ms (as given)"
-    )
+    assert verdict(report) == [
+        "knee: 8 calls/s asked for, the highest rate that was served",
+        "  steady: 7.90 answers/s there while calls kept coming",
+        "  answers/s: 6.40 there from the first call to the last answer, the server's filling and "
+        "emptying included",
+        "limits: TTFT 5.00 ms (as given)",
+    ]
     report["points"] = [point(8, True, True), point(12, None, False), point(16, False, True)]
-    said = verdict(report)
+    said = "\n".join(verdict(report))
     assert "the load generator was the limit there: of the server it says little" in said
     assert "at 12 calls/s too short to tell" in said
     assert "at 16 calls/s the load generator was the limit" in said
     report |= {"knee": None, "knee_delivered": None}
-    assert verdict(report).startswith("knee: none was found")
+    assert verdict(report)[0].startswith("knee: none was found")
+
+
+def test_no_more_is_delivered_than_was_asked_for() -> None:
+    pace = pace_of(queued(8.0, 10.0, 30))
+    assert pace.capped(7.5).delivered == 7.5 and pace.capped(7.5).offered == pace.offered
+    assert pace.capped(9.0) == pace and pace_of([]).capped(1.0).delivered is None
 
 
 # ---- the drive ----------------------------------------------------------------------------

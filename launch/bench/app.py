@@ -135,7 +135,8 @@ def offline(
         typer.Option(metavar="FILE", help="One more run, not counted, for Perfetto (.json)"),
     ] = None,
 ) -> None:
-    """Decode and prefill of CHECKPOINT without HTTP: a table, then one line of JSON."""
+    """Decode and prefill of CHECKPOINT without HTTP: a table, and where stdout is no terminal one
+    line of JSON."""
     from launch.bench.offline import Bench
 
     lengths = (prompt_length, output_length, prefill_length)

@@ -14,11 +14,13 @@ from typing import Any
 
 from launch.bench import serve_run, sweep
 from launch.bench.figures import Spread
+from launch.bench.serve_caveats import SAME_KIND
 from launch.bench.serve_show import number
 from moeserve.errors import ConfigError
 
 OFFLINE_FORMAT = "moeserve bench offline 1"
-FORMATS = (serve_run.FORMAT, sweep.FORMAT, OFFLINE_FORMAT)
+_KINDS = {serve_run.FORMAT: "serve", sweep.FORMAT: "sweep", OFFLINE_FORMAT: "offline"}
+FORMATS = tuple(_KINDS)
 _FASTER_IS_MORE = ("tokens_per_second", "requests_per_second", "share")
 _HAS_TO_HOLD = {
     serve_run.FORMAT: ("settings", "samples", "throughput", "latency_ms"),
@@ -40,7 +42,13 @@ class Compare:
         """ConfigError where they cannot be compared."""
         a, b = _read(self.these), _read(self.those)
         if a["format"] != b["format"]:
-            raise ConfigError([f"{self.these}: {a['format']}, {self.those}: {b['format']}"])
+            kinds = [_KINDS[x["format"]] for x in (a, b)]
+            raise ConfigError(
+                [
+                    f"{self.these} is a result of `bench {kinds[0]}`, {self.those} of `bench "
+                    f"{kinds[1]}`: only two of one command can be compared"
+                ]
+            )
         try:
             self._compare(a, b)
         except (LookupError, TypeError, AttributeError) as error:  # a part of a part
@@ -120,14 +128,43 @@ def ratios(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     if a["format"] == OFFLINE_FORMAT:
         return _offline(a, b)
     if a["format"] == sweep.FORMAT:
-        name = "knee_delivered"  # results of before do not have it: theirs was asked for only
-        rows = [_row("knee, answers/s", a.get(name), b.get(name), "requests_per_second")]
+        # results of before do not have all of them: theirs was asked for only
+        rows = [
+            _row(f"knee, {words}", a.get(name), b.get(name), "requests_per_second")
+            for name, words in (
+                ("knee", "calls/s asked for"),
+                ("knee_delivered", "steady answers/s"),
+                ("knee_whole_run", "answers/s of the whole run"),
+            )
+            if a.get(name) is not None or b.get(name) is not None
+        ]
         others = {x["rate"]: x for x in b["points"]}
         for point in a["points"]:
             if (other := others.get(point["rate"])) is not None:
-                rows += _figures(point, other, f"at {point['rate']:.3g}/s: ")
+                words = f"at {point['rate']:.3g}/s: "
+                rows += _figures(point, other, words, unit_of(a, b))
         return rows
-    return _paired(a, b) + _figures(a, b, "")
+    return _paired(a, b) + _figures(a, b, "", unit_of(a, b))
+
+
+def unit_of(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """What the figures of one rank are called: as in the reports, both where they differ."""
+    names = dict.fromkeys(str(x.get("gpus_are", "GPUs")).removesuffix("s") for x in (a, b))
+    return "a " + " / ".join(names)
+
+
+def unlike_events(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """Why ITL of the two is not the same thing, in words: it is the time between events, and those
+    of one bring more tokens."""
+    name = "tokens_an_event"
+    if name not in a or name not in b:
+        return "not compared: an older result, whose ITL may be another thing"
+    x, y = a[name], b[name]
+    if x is None and y is None:
+        return None
+    if x is not None and y is not None and abs(x - y) <= SAME_KIND * min(x, y):
+        return None
+    return f"not compared: tokens an event {number(x)} in A, {number(y)} in B"
 
 
 def _paired(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
@@ -156,9 +193,9 @@ def _range(spread: Spread) -> dict[str, float]:
     return {"median": spread.median, "least": spread.least, "p90": spread.p90, "most": spread.most}
 
 
-def _figures(a: dict[str, Any], b: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _figures(a: dict[str, Any], b: dict[str, Any], where: str, unit: str) -> list[dict[str, Any]]:
     rows = []
-    for kind, words in (("per_node", "a node"), ("per_gpu", "a GPU")):
+    for kind, words in (("per_node", "a node"), ("per_gpu", unit)):
         for name, x in a["throughput"][kind].items():
             if name == "requests_per_second" and kind == "per_gpu":
                 continue
@@ -167,7 +204,10 @@ def _figures(a: dict[str, Any], b: dict[str, Any], where: str) -> list[dict[str,
     for name in ("ttft", "tpot", "itl", "e2e"):
         for part in ("p50", "p99"):
             x, y = ((z["latency_ms"][name] or {}).get(part) for z in (a, b))
-            rows.append(_row(f"{where}{name.upper()} {part}, ms", x, y, f"{name}_ms"))
+            row = _row(f"{where}{name.upper()} {part}, ms", x, y, f"{name}_ms")
+            if name == "itl" and (why := unlike_events(a, b)):
+                row |= {"ratio": None, "why": why}
+            rows.append(row)
     for name, label in (
         ("goodput_requests_per_second", "good answers/s"),
         ("cache_hit_share", "cache hit share"),
@@ -217,13 +257,19 @@ def _show(report: dict[str, Any]) -> None:
         style = ""
         if ratio is not None and not 0.98 <= ratio <= 1.02:
             style = "green" if (ratio > 1) == (row["better"] == "more") else "red"
-        told = ""
+        told = row.get("why", "")
         if pairs:
             words = " - ".join(number(pairs[x]) for x in ("least", "p90", "most"))
             told = f"{words} ({row['pairs']})"
         cell = "-" if ratio is None else f"[{style}]{ratio:.3f}[/]" if style else f"{ratio:.3f}"
         table.add_row(row["what"], number(row["a"]), number(row["b"]), cell, told)
     console.print(table)
+    if any(row.get("of_pairs") for row in report["rows"]):
+        console.print(
+            "Of rows with pairs, A and B are medians, and B / A is the median of the pairs' own "
+            "ratios: not the ratio of the two medians.",
+            highlight=False,
+        )
     for title in ("unlike", "differs"):
         for name, x, y in report[title]:
             word = "SETTING DIFFERS" if title == "unlike" else "differs"

@@ -24,7 +24,7 @@ from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
 from launch.trace import file_problems, save_trace, start_trace
 from moeserve.errors import ConfigError
-from moeserve.terminal import counted
+from moeserve.terminal import counted, say
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
@@ -303,7 +303,8 @@ def show(
     file: Path | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> None:
-    """The table on stdout, then one line of JSON; into the file too, where there is one."""
+    """The table on stdout, and one line of JSON where stdout is no terminal; the same goes into the
+    file, where there is one."""
     from rich.table import Table
 
     gpus = config.parallel.ep
@@ -352,4 +353,6 @@ def show(
     }
     if file is not None:
         file.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    last_line(result)
+        say(f"written: {file}")
+    if not console.is_terminal:  # nobody reads it there: --json FILE keeps it
+        last_line(result)

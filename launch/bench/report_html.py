@@ -14,7 +14,9 @@ _STYLE = """
 body { max-width: 1060px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 0 0 8px; }
 .sub { color: #6b7280; margin: 0 0 20px; } .sub b { color: #1b1f24; font-weight: 600; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(6, 1fr); gap: 12px; }
+@media (max-width: 980px) { .tiles { grid-template-columns: repeat(3, 1fr); } }
+@media (max-width: 480px) { .tiles { grid-template-columns: repeat(2, 1fr); } }
 .tile, .card { background: #fff; border: 1px solid #e5e7eb; border-radius: 10px; }
 .tile { padding: 12px 14px; } .tile b { display: block; font-size: 24px; line-height: 1.2; }
 .tile span { color: #6b7280; font-size: 13px; }
@@ -139,7 +141,8 @@ def _pictures(report: dict[str, Any]) -> str:
     made = [(title, _card(title, as_svg(figure))) for title, figure in plots(report)]
     narrow = [card for title, card in made if title.startswith("Time ")]
     wide = [card for title, card in made if not title.startswith("Time ")]
-    return f'<div class="two">{"".join(narrow)}</div>' + "".join(wide)
+    beside = f'<div class="two">{"".join(narrow)}</div>' if len(narrow) > 1 else "".join(narrow)
+    return beside + "".join(wide)
 
 
 def _settings(report: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -107,7 +107,8 @@ def steps(rows: list[dict[str, Any]]) -> Any:
         axes.barh(names, widths, left=left, color=colour, height=0.66, label=part, linewidth=0)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("ms of a step; lockstep: waiting for the other ranks", fontsize=8, color=INK)
+    words = "ms; all parts make the step; lockstep: waiting for the other ranks"
+    axes.set_xlabel(words, fontsize=8, color=INK)
     axes.grid(False, axis="y")
     axes.legend(
         loc="upper left", bbox_to_anchor=(1.0, 1.04), frameon=False, fontsize=8, labelcolor=INK

@@ -1,7 +1,7 @@
 """`moeserve bench sweep`: a ladder of rates up to the knee, goodput at each, a table and a picture.
 
 The knee is the highest rate at which nearly all calls keep the limits and the server keeps up: what
-it delivers then is named, not what was asked for.
+was asked for, what it delivers then (never more), and what came of the whole run are named apart.
 Without limits they are multiples of what one call alone takes. Knows runs; which rates come next is
 decided purely (`next_rate`).
 """
@@ -153,6 +153,9 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
         "points": sorted(points, key=lambda x: float(x["rate"])),
         "knee": None if knee is None else knee["rate"],  # asked for
         "knee_delivered": None if knee is None else knee["pace"]["delivered"] * load.turns,
+        "knee_whole_run": (
+            None if knee is None else knee["throughput"]["all"]["requests_per_second"]
+        ),
         "best_goodput_requests_per_second": max(
             (x["goodput_requests_per_second"] for x in points), default=0.0
         ),
@@ -241,4 +244,5 @@ def _point(run: Run, load: Load, rate: float, least_seconds: float) -> tuple[dic
     report, driven = run.measure(asked, f"{rate:.3g} a second")
     for name in ("samples", "over_time", "server", "client", "format", "url", "model", "settings"):
         report.pop(name)
-    return {"rate": rate, "pace": pace_of(driven.calls).as_json()} | report, driven.interrupted
+    pace = pace_of(driven.calls).capped(rate).as_json()
+    return {"rate": rate, "pace": pace} | report, driven.interrupted

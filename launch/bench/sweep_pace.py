@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.bench.serve_call import CUT, Call
@@ -31,6 +31,13 @@ class Pace:
     delivered: float | None
     seconds: float
     keeps_up: bool | None
+
+    def capped(self, rate: float) -> Pace:
+        """Drawn arrivals may come a little faster than the rate asked for; what is delivered of
+        that rate is no more than it."""
+        return (
+            self if self.delivered is None else replace(self, delivered=min(self.delivered, rate))
+        )
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
