@@ -184,8 +184,9 @@ def read(typed: Typed, search: bool = False) -> Asked:
     asked for."""
     v = Values()
     chosen = None if typed.preset is None else v.attempt(lambda: _preset(typed.preset), None)
-    shape = _shape(v, typed.model, chosen)
-    gpu = _gpu(v, typed.gpu, chosen)
+    unknown = typed.preset is not None and chosen is None  # what it would say is not missed as well
+    shape = _shape(v, typed.model, chosen, unknown)
+    gpu = _gpu(v, typed.gpu, chosen, unknown)
     work = _workload(v, typed, chosen, shape)
     loads = None
     if typed.trace is not None and shape is not None:
@@ -218,9 +219,9 @@ def read(typed: Typed, search: bool = False) -> Asked:
         "tokens": _auto(v, "--tokens", typed.tokens, first.get("tokens"), 1),
     }
     most = v.whole("--max-gpus", typed.max_gpus, given["gpus"] or SEARCH_GPUS, 1, MOST_GPUS)
-    if typed.gpus is None and start is None and not search:
+    if typed.gpus is None and start is None and not search and not unknown:
         v.problems.append("--gpus: must be given: GPUs over which experts are sharded, such as 32")
-    if typed.acceptance is not None and not given["drafts"]:
+    if typed.acceptance is not None and typed.drafts in (None, "0"):
         v.problems.append(f"--acceptance={typed.acceptance}: nothing to accept; give --drafts too")
     asked: dict[str, Any] = {
         "limits": Limits(v.seconds("--ttft", typed.ttft), v.seconds("--tpot", typed.tpot)),
@@ -280,8 +281,10 @@ def _name(typed: Typed, chosen: Preset | None) -> str:
     return chosen.model if chosen is not None else ""
 
 
-def _shape(v: Values, model: str | None, chosen: Preset | None) -> ModelShape | None:
+def _shape(v: Values, model: str | None, chosen: Preset | None, unknown: bool) -> ModelShape | None:
     name = model or (chosen.model if chosen is not None else None)
+    if name is None and unknown:
+        return None  # the preset is what is wrong
     if name is None:
         v.problems.append(
             "MODEL: must be given: a config.json, a checkpoint folder, deepseek-v3 or kimi-k2 "
@@ -291,8 +294,10 @@ def _shape(v: Values, model: str | None, chosen: Preset | None) -> ModelShape | 
     return v.attempt(lambda: load_shape(name), None)
 
 
-def _gpu(v: Values, name: str | None, chosen: Preset | None) -> Gpu | None:
+def _gpu(v: Values, name: str | None, chosen: Preset | None, unknown: bool) -> Gpu | None:
     wanted = name or (chosen.gpu if chosen is not None else None)
+    if wanted is None and unknown:
+        return None
     if wanted is None:
         v.problems.append(f"--gpu: must be given: one of {', '.join(profiles())}")
         return None

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ep.planner import PlanOptions, plan
+from ep.planning.replicate import balance_bound
 from launch.capacity.deployment import Deployment, Phase
 
 FloatArray = NDArray[np.float64]
@@ -58,6 +59,16 @@ def balance(d: Deployment, loads: FloatArray | None = None, source: str | None =
     )
 
 
+def least_balance(d: Deployment, loads: FloatArray | None = None) -> float:
+    """What no placement's `balance(...).mean` can be below; quick, for nothing is placed."""
+    if d.gpus == 1:
+        return 1.0
+    m = d.shape.config
+    table = typical(m.n_routed_experts, d.phase) if loads is None else loads
+    table = _with_hosted(table, d.hosted, m.num_experts_per_tok)
+    return float(np.mean(balance_bound(table, _whole_slots(d.slots, table, d.gpus), d.gpus)))
+
+
 @lru_cache(maxsize=512)
 def _planned(
     loads: bytes,
@@ -70,10 +81,8 @@ def _planned(
     source: str,
 ) -> Balance:
     table = np.frombuffer(loads, np.float64).reshape(layers, experts)
-    if hosted:  # every token picks it
-        shared = (table.sum(axis=1, keepdims=True) / top_k).repeat(hosted, axis=1)
-        table = np.concatenate((table, shared), axis=1)
-    slots = -(-max(slots, table.shape[1]) // gpus) * gpus
+    table = _with_hosted(table, hosted, top_k)
+    slots = _whole_slots(slots, table, gpus)
     options = PlanOptions(num_ungrouped=hosted)
     after = plan(table, num_gpus=gpus, num_slots=slots, options=options).explanation.after
     plain = table[:, :experts]
@@ -82,13 +91,27 @@ def _planned(
     return Balance(float(np.mean(after)), float(np.max(after)), unplanned, source)
 
 
+def _with_hosted(table: FloatArray, hosted: int, top_k: int) -> FloatArray:
+    """With a column for each piece of a shared expert in slots, which every token picks."""
+    if not hosted:
+        return table
+    shared = (table.sum(axis=1, keepdims=True) / top_k).repeat(hosted, axis=1)
+    return np.concatenate((table, shared), axis=1)
+
+
+def _whole_slots(slots: int, table: FloatArray, gpus: int) -> int:
+    return -(-max(slots, table.shape[1]) // gpus) * gpus
+
+
+@lru_cache(maxsize=8)
 def typical(experts: int, phase: Phase = "decode") -> FloatArray:
-    """[8, E] shares of a layer's tokens."""
+    """[8, E] shares of a layer's tokens; not to be written to."""
     file = resources.files("launch.capacity").joinpath("typical_load.npz")
     with file.open("rb") as opened, np.load(opened) as held:
         shares = held[_TYPICAL[phase]].astype(np.float64)
-    if shares.shape[1] == experts:
-        return shares
-    curve = np.sort(shares, axis=1)
-    at = (np.arange(experts) + 0.5) / experts * shares.shape[1] - 0.5
-    return np.stack([np.interp(at, np.arange(shares.shape[1]), row) for row in curve])
+    if shares.shape[1] != experts:
+        curve = np.sort(shares, axis=1)
+        at = (np.arange(experts) + 0.5) / experts * shares.shape[1] - 0.5
+        shares = np.stack([np.interp(at, np.arange(shares.shape[1]), row) for row in curve])
+    shares.flags.writeable = False
+    return shares

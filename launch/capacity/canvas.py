@@ -14,8 +14,6 @@ from typing import Any
 from moeserve.errors import ConfigError
 
 INK, PAPER, FAINT, LINE = "#1b1f24", "#ffffff", "#6b7280", "#e5e7eb"
-# Distinguishable without colour vision too: dark and light alternate.
-COLOURS = ("#1f4e79", "#5b9bd5", "#2e7d6b", "#8fd3c0", "#b5651d", "#f2b66d", "#6a4c93", "#b79ced")
 BAD, GOOD = "#b3261e", "#2e7d32"
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ep.nearest import nearest_hint
 from launch.capacity.shape import ModelShape
 from models.deepseek.config import DeepSeekConfig
+from models.deepseek.config_hf import read_json
 from models.deepseek.errors import ConfigError as Broken
 from models.deepseek.errors import UnsupportedModel
 from moeserve.errors import ConfigError
@@ -46,7 +48,7 @@ def load_shape(model: str) -> ModelShape:
             [f"MODEL={model}: no such file or folder, nor one of {', '.join(MODELS)}{hint}"]
         )
     try:
-        shape = ModelShape(DeepSeekConfig.from_hf(path))
+        shape = ModelShape(DeepSeekConfig.from_hf(_with_quantisation(path)))
     except Broken as error:
         raise ConfigError([f"MODEL={error.source}: {x}" for x in error.problems]) from error
     except UnsupportedModel as error:
@@ -57,3 +59,19 @@ def load_shape(model: str) -> ModelShape:
             [f"MODEL={model}: n_routed_experts={experts}: at most {MOST_EXPERTS} can be planned"]
         )
     return shape
+
+
+def _with_quantisation(path: Path) -> Path | dict[str, Any]:
+    """A config that has another name than config.json, with what hf_quant_config.json beside it
+    says, where it says nothing itself; any other is read so by the model's own reader."""
+    side = path.parent / "hf_quant_config.json"
+    if path.is_dir() or path.name == "config.json" or not side.is_file():
+        return path
+    config = read_json(path)
+    if config.get("quantization_config") or (config.get("text_config") or {}).get(
+        "quantization_config"
+    ):
+        return path
+    said = read_json(side).get("quantization")
+    kind = said.get("quant_algo", "") if isinstance(said, dict) else ""
+    return config | {"quantization_config": {"quant_method": f"modelopt {kind}".strip()}}

@@ -56,6 +56,11 @@ class Memory:
         """Below zero where it does not fit."""
         return self.total - self.used
 
+    @property
+    def missing(self) -> float:
+        """What would have to be freed before any cache; 0 where it fits."""
+        return max(-self.kv, 0.0)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "total_bytes": self.total,
@@ -66,6 +71,7 @@ class Memory:
             "context_bytes": self.context,
             "reserve_bytes": self.reserve,
             "kv_bytes": self.kv,
+            "missing_bytes": self.missing,
         }
 
 
@@ -84,20 +90,21 @@ def memory(d: Deployment) -> Memory:
 
 
 def weights(d: Deployment) -> dict[str, float]:
-    """By kind. Attention is whole on each GPU, or a tp-th of it; experts are whole in their slots;
-    kv_b is kept in BF16 (absorbed). MTP layers count where
-    tokens are drafted. Norms are too small to name."""
+    """By kind. Attention is whole on each GPU, or a tp-th of it; experts are whole in their slots,
+    as many on every GPU: which of them are copies, or empty, differs, so those kinds are means over
+    GPUs. kv_b is kept in BF16 (absorbed). MTP layers count where tokens are drafted. Norms are too
+    small to name."""
     s, m = d.shape, d.shape.config
     each = s.weight_bytes
     layers = s.layers + d.mtp_layers
     moe = s.moe_layers + d.mtp_layers
-    slots = d.slots_per_gpu
-    own = math.ceil((m.n_routed_experts + d.hosted) / d.gpus)
+    slot = moe * s.expert * each / d.gpus  # in all MoE layers, a GPU's share of it
     found = {
         "attention": layers * ((s.attention - s.up) * each + s.up * 2) / d.tp,
         "dense layers": (s.layers - s.moe_layers) * s.dense * each,
-        "experts": moe * min(own, slots) * s.expert * each,
-        "redundant experts": moe * max(slots - own, 0) * s.expert * each,
+        "experts": slot * (m.n_routed_experts + d.hosted),
+        "redundant experts": slot * d.redundant,
+        "empty slots": slot * (d.physical - d.slots),
         "shared expert": moe * s.shared * each if d.shared == "replicated" else 0.0,
         "gates": moe * s.gate * 4.0,
         "embedding and head": (1 if m.tie_word_embeddings else 2) * s.embedding * 2.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from launch.capacity.deployment import Deployment
 from launch.capacity.report import Report
 from launch.capacity.times import Step
 
@@ -37,6 +38,13 @@ def step_parts(step: Step) -> list[tuple[str, float]]:
     if drafts > 1e-9:
         parts.append(("MTP drafts", drafts))
     return [(name, seconds) for name, seconds in parts if seconds > 0]
+
+
+def load_told(d: Deployment) -> str:
+    """What a GPU carries."""
+    if d.phase == "decode":
+        return f"{d.sequences:,} sequence{'' if d.sequences == 1 else 's'}"
+    return f"{d.tokens:,} token{'' if d.tokens == 1 else 's'} a step"
 
 
 def dollars(amount: float) -> str:

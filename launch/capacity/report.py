@@ -18,6 +18,8 @@ from launch.capacity.predict import Prediction, Workload, predict
 from launch.capacity.remedies import WARNING, Violation, errors
 from launch.capacity.rules import violations
 from launch.capacity.times import Calibration
+from launch.capacity.verdict import NOT_PREDICTED, Verdict, unfit, verdict
+from moeserve.terminal import counted
 
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
 ASSUMED = (
@@ -40,7 +42,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one pool. prediction: with the balance of the layout on its loads. kv_bytes: of a token,
+    """Of one pool. prediction: with the balance of the layout on its loads, even where memory does
+    not hold it (`predicted`: None there). kv_bytes: of a token,
     BF16 and FP8, in the main model's layers; mtp_kv_bytes: beside them, where tokens are drafted.
     longest: positions that a static reservation holds."""
 
@@ -62,9 +65,21 @@ class Report:
         return max(self.deployment.gpus_of_a_node // self.deployment.tp, 1)
 
     @property
+    def predicted(self) -> Prediction | None:
+        """None where it does not fit: then there is nothing that runs so fast, or costs so much."""
+        return self.prediction if unfit(self.violations) is None else None
+
+    @property
     def notes(self) -> list[str]:
-        """What of the prediction rests on less than the rest does."""
+        """What is assumed, and what of the prediction rests on less than the rest does."""
         d, found = self.deployment, []
+        if d.redundant:
+            found.append(means_told(d))
+        found += unquantised(d)
+        if d.tp > 1:
+            found.append("moeserve runs attention data-parallel: tp is for other engines")
+        if self.predicted is None:
+            return found
         if d.dispatch not in MEASURED[d.phase]:
             found.append(
                 f"{d.phase} by {d.dispatch}: no times are published; predicted by analogy with "
@@ -74,15 +89,7 @@ class Report:
             found.append(
                 f"{d.gpu.title}: times are those of 2025, when its kernels were new (x 1.6)"
             )
-        if d.tp > 1:
-            found.append("moeserve runs attention data-parallel: tp is for other engines")
-        if d.shape.config.quantization is None:
-            found.append(
-                "weights are reckoned in BF16, for the config names no quantisation; where another "
-                "file does (hf_quant_config.json of NVFP4), they are smaller, and not served here"
-            )
-        found += self._cached_waits()
-        return found
+        return found + self._cached_waits()
 
     def _cached_waits(self) -> list[str]:
         """Why a busy pool answers no sooner for a cache, where that is so."""
@@ -138,10 +145,22 @@ class Report:
                 }
                 for c in self.concurrency
             ],
-            "prediction": self.prediction.as_json(),
+            "prediction": self._prediction_json(),
             "notes": self.notes,
             "violations": [v.as_json() for v in self.violations],
         }
+
+    def _prediction_json(self) -> dict[str, Any]:
+        """The same keys where it does not fit: null but for traffic, and why."""
+        said = self.prediction.as_json()
+        if self.predicted is not None:
+            return said | {"not_predicted": None}
+        nothing = {
+            key: dict.fromkeys(x) if isinstance(x, dict) else None
+            for key, x in said.items()
+            if not key.startswith("traffic")
+        }
+        return said | nothing | {"not_predicted": NOT_PREDICTED}
 
 
 @dataclass(frozen=True)
@@ -158,11 +177,21 @@ class Plan:
     def errors(self) -> list[Violation]:
         return [v for r in self.reports for v in errors(r.violations)]
 
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(
+            {r.deployment.phase: r.violations for r in self.reports},
+            {r.deployment.phase: r.memory.missing for r in self.reports},
+        )
+
     def as_json(self) -> dict[str, Any]:
         d, work = self.reports[0].deployment, self.reports[0].work
         m = d.shape.config
-        prefill, decode = (r and r.prediction for r in map(self.of, ("prefill", "decode")))
+        prefill, decode = (r and r.predicted for r in map(self.of, ("prefill", "decode")))
+        fits, said = self.verdict.fits, self.verdict.text
         return {
+            "fits": fits,
+            "verdict": said,
             "model": d.model,
             "preset": self.preset,
             "gpu": d.gpu.name,
@@ -185,6 +214,7 @@ class Plan:
                 "tpot_s": decode and decode.tpot,
                 "mtp_gain": decode and decode.mtp_gain,
                 "cost_per_million": self.cost(),
+                "not_predicted": None if fits else NOT_PREDICTED,
             },
             "phases": {r.deployment.phase: r.as_json() for r in self.reports},
             "violations": [
@@ -197,8 +227,9 @@ class Plan:
 
     def cost(self) -> dict[str, float | None]:
         """Dollars of a million input, cached and output tokens; None where the phase is not
-        planned."""
-        found = {kind: cost for r in self.reports for kind, cost in r.prediction.cost.items()}
+        planned, or does not fit."""
+        held = [r.predicted for r in self.reports if r.predicted is not None]
+        found = {kind: cost for p in held for kind, cost in p.cost.items()}
         return {kind: found.get(kind) for kind in ("input", "cached", "output")}
 
 
@@ -235,8 +266,8 @@ def report(
         prediction=prediction,
         violations=[
             *found,
-            *_named(d),
-            *_waits(prediction, limits or Limits()),
+            *named_otherwise(d),
+            *(_waits(prediction, limits or Limits()) if unfit(found) is None else ()),
             *_lengths(d, work, longest),
         ],
         price=d.gpu.price if price is None else price,
@@ -257,15 +288,40 @@ def _waits(p: Prediction, limits: Limits) -> list[Violation]:
     return found
 
 
-def _named(d: Deployment) -> list[Violation]:
-    """A name that speaks of a quantisation of which the config says nothing."""
-    kind = re.search(r"(?<![a-z])((nv|mx)?fp4|w4a|int4|awq|gptq|w8a8|int8)", d.model.lower())
-    if kind is None or d.shape.config.quantization is not None:
-        return []
-    text = (
-        f"{d.model}: named after {kind[0].upper()}, but its config names no quantisation: BF16 is "
-        "planned; put hf_quant_config.json beside it"
+# What names of files and folders call quantised weights; the second is what is served here.
+_KINDS = re.compile(
+    r"(?<![a-z])(?:((?:nv|mx)?fp4|nf4|w4a\w*|w8a8|int[48]|mxfp8|awq|gptq|gguf|exl[23]|bnb"
+    r"|(?<!\d)[48]-?bit|q[2-8]_\w+)|(fp8))(?![a-z0-9])"
+)
+
+
+def means_told(d: Deployment) -> str:
+    """Of which slots the weights of experts are, kind by kind."""
+    return (
+        f"experts, redundant experts{', empty slots' * (d.physical > d.slots)}: means over GPUs, "
+        f"each of which holds {counted(d.slots_per_gpu, 'slot')} a layer"
     )
+
+
+def unquantised(d: Deployment) -> list[str]:
+    """That 2 bytes a weight are an assumption, where they are one."""
+    if d.shape.config.quantization is not None:
+        return []
+    return ["config.json names no quantisation: BF16 assumed (2 bytes a weight)"]
+
+
+def named_otherwise(d: Deployment) -> list[Violation]:
+    """A name that speaks of a quantisation of which the config says nothing, or another one."""
+    kind = _KINDS.search(d.model.lower())
+    quantised = d.shape.config.quantization is not None
+    if kind is None or (quantised and kind[2]):
+        return []
+    has, planned = ("FP8", "FP8 is") if quantised else ("no quantisation", "BF16 is")
+    text = (
+        f"{d.model} is named after {kind[0].upper()}, but its config names {has}: {planned} "
+        "planned, and what it really needs may be far less"
+    )
+    text += "" if quantised else "; put its hf_quant_config.json, or quantization_config, there"
     return [Violation("quantisation", text, severity=WARNING)]
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.capacity.asked import Asked, Typed, read
-from launch.capacity.search import Candidate, Found, Ratio, ratio, search
+from launch.capacity.candidates import Candidate
+from launch.capacity.report import named_otherwise, unquantised
+from launch.capacity.search import Found, Ratio, ratio, search
+from launch.capacity.searching import told
 from launch.capacity.validate import Validation, validate
 from moeserve.errors import ConfigError, MoeserveError
 
@@ -84,15 +88,28 @@ class Run:
             from launch.capacity.picture import draw_plan
 
             draw_plan(plan, self.plot)
-        self._tell(plan.as_json(), lambda screen, console: screen.show_plan(plan, console))
+
+        def show(console: Any) -> None:
+            from launch.capacity.screen import show_plan
+
+            show_plan(plan, console)
+
+        self._tell(plan.as_json(), show)
         self._end(len(plan.errors), "rules are violated" if len(plan.errors) > 1 else "rule is")
 
     def _search(self, asked: Asked) -> None:
         found = [
             search(
-                base, asked.work, asked.limits, asked.most_gpus, asked.price, asked.loads_of(base)
+                base,
+                asked.work,
+                asked.limits,
+                asked.most_gpus,
+                asked.price,
+                asked.loads_of(base),
+                every=self.plot is not None,  # a picture shows them all
+                progress=shown,
             )
-            for base in asked.bases
+            for base, shown in ((b, told(f"search, {b.phase}")) for b in asked.bases)
         ]
         shares = None
         best = {f.phase: f.best for f in found}
@@ -100,31 +117,41 @@ class Run:
         if prefill is not None and decode is not None:
             shares = ratio(prefill, decode, asked.work)
         if self.plot is not None:
-            from launch.capacity.picture import draw_search
+            from launch.capacity.picture_search import draw_search
 
             draw_search(found, shares, asked, self.plot)
         said = search_json(found, shares, asked)
-        self._tell(said, lambda screen, console: screen.show_search(found, shares, asked, console))
+
+        def show(console: Any) -> None:
+            from launch.capacity.screen_search import show_search
+
+            show_search(found, shares, asked, console)
+
+        self._tell(said, show)
         self._end(sum(f.best is None for f in found), "phases have no layout within the limits")
 
     def _validate(self) -> None:
         found: Validation = validate()
         if self.plot is not None:
-            from launch.capacity.picture import draw_validation
+            from launch.capacity.picture_points import draw_validation
 
             draw_validation(found, self.plot)
-        self._tell(found.as_json(), lambda screen, console: screen.show_validation(found, console))
 
-    def _tell(self, said: dict[str, Any], show: Any) -> None:
+        def show(console: Any) -> None:
+            from launch.capacity.screen_points import show_validation
+
+            show_validation(found, console)
+
+        self._tell(found.as_json(), show)
+
+    def _tell(self, said: dict[str, Any], show: Callable[[Any], None]) -> None:
         if self.as_json:
             print(json.dumps(said))
         else:
             from rich.console import Console
 
-            from launch.capacity import screen
-
             console = Console(highlight=False)
-            show(screen, console)
+            show(console)
             if self.plot is not None:
                 console.print(f"picture: {self.plot}", markup=False)
         sys.stdout.flush()
@@ -147,6 +174,7 @@ def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[
         "phases": {f.phase: _found_json(f) for f in found},
         "ratio": None if shares is None else asdict(shares),
         "cost_per_million": _costs(best),
+        "notes": unquantised(d) + [v.text for v in named_otherwise(d)],
     }
 
 
@@ -154,8 +182,8 @@ def _found_json(f: Found) -> dict[str, Any]:
     return {
         "tried": f.tried,
         "gpus_step": f.gpus_step,
-        "allowed": len(f.allowed),
-        "pareto": [x.as_json() for x in f.pareto],
+        "allowed": f.num_allowed,
+        "pareto": [x.as_json() | {"within_limit": x.keeps(f.limit)} for x in f.pareto],
         "best": None if f.best is None else f.best.as_json(),
     }
 

@@ -1,4 +1,7 @@
-"""Plans, searches and validations as tables for a terminal. Knows rich; computes nothing."""
+"""Plans as tables for a terminal. Knows rich; computes nothing.
+
+What a search found: `screen_search`; published points: `screen_points`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,35 @@ from typing import Any
 
 from rich.box import SIMPLE, SIMPLE_HEAD
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from launch.capacity.asked import Asked
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
-from launch.capacity.parts import dollars, memory_parts, step_parts
+from launch.capacity.parts import dollars, load_told, memory_parts, step_parts
 from launch.capacity.remedies import ERROR, errors
 from launch.capacity.report import ASSUMED, Plan, Report
-from launch.capacity.search import Candidate, Found, Ratio
 from launch.capacity.times import Step
-from launch.capacity.validate import FITTED, Validation
+from launch.capacity.verdict import NOT_PREDICTED
+from moeserve.terminal import counted
 
 _GB = 1e9
 _WIDE = 120  # columns from which two tables stand side by side
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    d, work = plan.reports[0].deployment, plan.reports[0].work
+    d, work, said = plan.reports[0].deployment, plan.reports[0].work, plan.verdict
     console.print(
-        f"[bold]{escape(d.model)}[/]: {size_told(d.shape.total)} parameters, "
-        f"{size_told(d.shape.active)} a token, in {d.shape.weights_in.upper()}, on {d.gpus} x "
-        f"{d.gpu.title} ({d.nodes} node{'s' * (d.nodes > 1)})"
+        f"[bold]{escape(d.model)}[/] on {d.gpus} x {d.gpu.title} ({counted(d.nodes, 'node')})",
+        soft_wrap=True,
+    )
+    style = "bold red" if not said.fits else "bold yellow" if plan.errors else "bold green"
+    console.print(f"[{style}]{escape(said.text)}[/]", soft_wrap=True)
+    assumed = "" if d.shape.config.quantization else " (assumed: config.json names no quantisation)"
+    console.print(
+        f"{size_told(d.shape.total)} parameters, {size_told(d.shape.active)} a token, in "
+        f"{d.shape.weights_in.upper()}{assumed}"
     )
     cached = f", {work.cached_share:.0%} of it cached" if work.cached_share else ""
     console.print(
@@ -38,11 +47,12 @@ def show_plan(plan: Plan, console: Console) -> None:
     for r in plan.reports:
         show_report(r, console)
     console.print()
-    console.print(_costs(plan))
+    if any(r.predicted is not None for r in plan.reports):
+        console.print(_costs(plan))
     for r in plan.reports:
         show_violations(r, console)
     for note in dict.fromkeys(x for r in plan.reports for x in r.notes):
-        console.print(f"[dim]{note}[/]")
+        console.print(f"[dim]{escape(note)}[/]")
     console.print(f"[dim]{ASSUMED}[/]")
 
 
@@ -67,6 +77,12 @@ def show_report(r: Report, console: Console) -> None:
         f"{_told(d.gpus_of_a_node * NEEDED_SHARED)} in /dev/shm"
     )
     console.print(needs)
+    if r.predicted is None:
+        console.print(_memory(r))
+        if r.memory.kv > 0:
+            console.print(_sequences(r))
+        console.print(f"[bold red]no step, throughput, wait or price: {NOT_PREDICTED}[/]")
+        return
     tables = (_memory(r), _step(r.prediction.step, d.phase), _sequences(r), _results(r))
     if console.width >= _WIDE:
         for pair in (tables[:2], tables[2:]):
@@ -84,200 +100,108 @@ def show_violations(r: Report, console: Console) -> None:
     wrong = len(errors(r.violations))
     said = f"{wrong} rule{'s are' if wrong != 1 else ' is'} violated"
     said += f", {len(r.violations) - wrong} to know of" if wrong < len(r.violations) else ""
-    table = Table(
-        title=f"{phase}: {said}",
-        title_style="bold red" if wrong else "bold yellow",
-        title_justify="left",
-        box=SIMPLE,
-    )
-    table.add_column("rule")
-    table.add_column("what, and what would be valid", overflow="fold")
+    rules = Table(box=SIMPLE)
+    rules.add_column("rule")
+    rules.add_column("what, and what would be valid", overflow="fold")
     for v in r.violations:
         style = "red" if v.severity == ERROR else "yellow"
-        table.add_row(f"[{style}]{v.rule}[/]", escape(v.text))
-    console.print(table)
+        rules.add_row(f"[{style}]{v.rule}[/]", escape(v.text))
+    console.print(titled(f"{phase}: {said}", rules, style="bold red" if wrong else "bold yellow"))
 
 
 def _told(size: float) -> str:
     return f"{size / _GB:.0f} GB"
 
 
-def _table(title: str, **options: Any) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, **options)
+def table(**options: Any) -> Table:
+    return Table(box=SIMPLE_HEAD, **options)
 
 
-def _costs(plan: Plan) -> Table:
+def titled(title: str, below: Table, caption: str = "", style: str = "bold") -> Group:
+    """A table's own title and caption would wrap at its width."""
+    parts: list[RenderableType] = [Text(title, style=style), below]
+    return Group(*parts, *([Text(caption, style="italic")] if caption else []))
+
+
+def _costs(plan: Plan) -> Group:
     r = plan.reports[0]
-    table = _table(f"a million tokens, ${r.price:g} a GPU-hour")
+    costs = table()
     cost = plan.cost()
     for kind in cost:
-        table.add_column(kind, justify="right")
-    table.add_row(*("-" if x is None else dollars(x) for x in cost.values()))
-    return table
+        costs.add_column(kind, justify="right")
+    costs.add_row(*("-" if x is None else dollars(x) for x in cost.values()))
+    return titled(f"a million tokens, ${r.price:g} a GPU-hour", costs)
 
 
-def _memory(r: Report) -> Table:
-    table = _table("memory of a GPU")
+def _memory(r: Report) -> Group:
+    parts = table()
     for name in ("what", "GB", "share"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+        parts.add_column(name, justify="left" if name == "what" else "right")
     weights = set(r.memory.weights)
     for name, size in memory_parts(r):
         if name == "KV cache":
-            table.add_section()
+            parts.add_section()
         told = f"weights: {name}" if name in weights else name
+        if size < 0:
+            parts.add_row(told, f"{-size / _GB:.1f} GB missing", "", style="bold red")
+            continue
         style = "bold" if name == "KV cache" else ""
-        table.add_row(told, f"{size / _GB:.2f}", f"{size / r.memory.total:.1%}", style=style)
-    return table
+        parts.add_row(told, f"{size / _GB:.2f}", f"{size / r.memory.total:.1%}", style=style)
+    of_slots = counted(r.deployment.slots_per_gpu, "slot")
+    caption = f"copies and other experts: means over GPUs of {of_slots} a layer"
+    return titled("memory of a GPU", parts, caption if r.deployment.redundant else "")
 
 
-def _sequences(r: Report) -> Table:
+def _sequences(r: Report) -> Group:
     plain, small = r.kv_bytes
     more, less = r.mtp_kv_bytes
     mtp = f"; MTP + {more:,}, FP8 + {less:,}" if more else ""
-    table = _table(f"sequences in the cache ({plain:,} bytes a token, FP8 {small:,}{mtp})")
-    table.add_column("tokens each", justify="right")
+    kept = table()
+    kept.add_column("tokens each", justify="right")
     for name in ("static", "paged", "paged, FP8"):
-        table.add_column(name, justify="right")
+        kept.add_column(name, justify="right")
     for c in r.concurrency:
         node = c.times(r.caches_of_a_node)
         pairs = ((c.reserved, node.reserved), (c.paged, node.paged), (c.paged_fp8, node.paged_fp8))
-        table.add_row(f"{c.length:,}", *(f"{gpu:,} / {all_:,}" for gpu, all_ in pairs))
+        kept.add_row(f"{c.length:,}", *(f"{gpu:,} / {all_:,}" for gpu, all_ in pairs))
     node_told = f"a GPU / a node of {r.deployment.gpus_of_a_node}"
-    table.caption = f"{node_told}; static: {r.longest:,} each"
-    table.caption_justify = "left"
-    return table
+    title = f"sequences in the cache ({plain:,} bytes a token, FP8 {small:,}{mtp})"
+    return titled(title, kept, f"{node_told}; static: {r.longest:,} each")
 
 
-def _step(step: Step, phase: str) -> Table:
-    table = _table(f"a step of {phase}, busiest GPU")
+def _step(step: Step, phase: str) -> Group:
+    parts = table()
     for name in ("part", "ms", "share"):
-        table.add_column(name, justify="left" if name == "part" else "right")
+        parts.add_column(name, justify="left" if name == "part" else "right")
     for name, seconds in step_parts(step):
-        table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / step.seconds:.1%}")
-    table.add_section()
-    table.add_row("step", f"{1e3 * step.seconds:.2f}", "", style="bold")
+        parts.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / step.seconds:.1%}")
+    parts.add_section()
+    parts.add_row("step", f"{1e3 * step.seconds:.2f}", "", style="bold")
     if (hidden := step.comm - step.exposed) > 0:
-        table.add_row("all-to-alls, hidden", f"{1e3 * hidden:.2f}", "")
-    return table
+        parts.add_row("all-to-alls, hidden", f"{1e3 * hidden:.2f}", "")
+    return titled(f"a step of {phase}, busiest GPU", parts)
 
 
-def _results(r: Report) -> Table:
+def _results(r: Report) -> Group:
     p, d = r.prediction, r.deployment
     decode = d.phase == "decode"
-    table = _table("predicted", show_header=False)
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    said = table(show_header=False)
+    said.add_column("what")
+    said.add_column("value", justify="right")
     what = "output" if decode else "computed prompt"
-    load = f"{d.sequences:,} sequences" if decode else f"{d.tokens:,} tokens a step"
-    table.add_row("load of a GPU", load)
-    table.add_row(f"{what} tokens/s a node", f"[bold]{p.per_node:,.0f}[/]")
-    table.add_row(f"{what} tokens/s a GPU", f"{p.per_gpu:,.0f}")
-    table.add_row(f"{what} tokens/s of all GPUs", f"{p.tokens_per_s:,.0f}")
+    said.add_row("load of a GPU", load_told(d))
+    said.add_row(f"{what} tokens/s a node", f"[bold]{p.per_node:,.0f}[/]")
+    said.add_row(f"{what} tokens/s a GPU", f"{p.per_gpu:,.0f}")
+    said.add_row(f"{what} tokens/s of all GPUs", f"{p.tokens_per_s:,.0f}")
     if p.tpot is not None:
-        table.add_row("TPOT", f"[bold]{1e3 * p.tpot:.1f} ms[/] ({1 / p.tpot:.1f} tok/s a user)")
+        said.add_row("TPOT", f"[bold]{1e3 * p.tpot:.1f} ms[/] ({1 / p.tpot:.1f} tok/s a user)")
     if p.ttft is not None and p.ttft_alone is not None:
-        table.add_row("TTFT, busy pool", f"[bold]{1e3 * p.ttft:,.0f} ms[/]")
-        table.add_row("TTFT, idle GPU", f"{1e3 * p.ttft_alone:,.0f} ms")
+        said.add_row("TTFT, busy pool", f"[bold]{1e3 * p.ttft:,.0f} ms[/]")
+        said.add_row("TTFT, idle GPU", f"{1e3 * p.ttft_alone:,.0f} ms")
     if d.drafts and decode:
         gain = f"{p.tokens_a_step:.2f} tokens a step, {p.mtp_gain:.2f} x without"
-        table.add_row(f"MTP, {d.drafts} drafts at {d.acceptance:.0%}", gain)
+        said.add_row(f"MTP, {counted(d.drafts, 'draft')} at {d.acceptance:.0%}", gain)
     t = p.traffic
-    table.add_row("sent a token a layer, within nodes", f"{t.within / 1e3:,.1f} kB")
-    table.add_row("sent a token a layer, across nodes", f"{t.across / 1e3:,.1f} kB")
-    return table
-
-
-def show_search(found: list[Found], shares: Ratio | None, asked: Asked, console: Console) -> None:
-    d = asked.bases[0]
-    console.print(
-        f"[bold]{escape(d.model)}[/] on {d.gpu.title}, up to {asked.most_gpus} GPUs a pool; prompt "
-        f"of {asked.work.input_tokens:,} tokens, answer of {asked.work.output_tokens:,}; attention "
-        "is data-parallel (tp 1)"
-    )
-    for f in found:
-        console.print(_found(f))
-        if f.best is None:
-            console.print(f"[red]{f.phase}: no layout keeps the limits[/]")
-    if shares is not None:
-        console.print(
-            f"[bold]{shares.prefill} prefill : {shares.decode} decode[/] instances keep up with "
-            f"each other: {shares.gpus} GPUs, {shares.requests_per_s:.1f} requests/s"
-        )
-    costs = {kind: x for f in found if f.best for kind, x in f.best.prediction.cost.items()}
-    if costs:
-        price = d.gpu.price if asked.price is None else asked.price
-        told = ", ".join(f"{kind} {dollars(x)}" for kind, x in costs.items())
-        console.print(f"a million tokens at ${price:g} a GPU-hour: {told}")
-
-
-def _found(f: Found) -> Table:
-    """Layouts that no other beats, and the best: one of them, or the last."""
-    table = _table(
-        f"{f.phase}: {len(f.pareto)} layouts that no other beats ({f.tried:,} tried, "
-        f"{len(f.allowed):,} allowed)",
-        pad_edge=False,
-        padding=(0, 0),
-    )
-    for name in front_names(f):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in front_rows(f):
-        table.add_row(*row, style="bold green" if row[-1] else "")
-    table.caption = f"slots and load: of a GPU; pools of whole nodes in steps of {f.gpus_step} GPUs"
-    table.caption_justify = "left"
-    return table
-
-
-def front_names(f: Found) -> list[str]:
-    """Columns of `front_rows`, the last one without a name."""
-    limit = "TPOT ms" if f.phase == "decode" else "TTFT ms"
-    load = "seqs" if f.phase == "decode" else "tokens"
-    return ["GPUs", "slots", "hosted", "balance", load, "drafts", "overlap", limit, "tok/s/GPU", ""]
-
-
-def front_rows(f: Found) -> list[list[str]]:
-    """Cells of layouts that no other beats, and of the best; the last cell marks that."""
-    shown = [*f.pareto] + ([f.best] if f.best is not None and f.best not in f.pareto else [])
-    return [[*_cells(x), "best" if x == f.best else ""] for x in shown]
-
-
-def _cells(x: Candidate) -> list[str]:
-    """hosted: whether slots hold the shared expert."""
-    d = x.deployment
-    return [
-        str(d.gpus),
-        str(d.slots_per_gpu),
-        "yes" if d.hosted else "no",
-        f"{d.balance:.3f}",
-        f"{d.step_tokens if d.phase == 'prefill' else d.sequences:,}",
-        str(d.drafts),
-        "on" if d.overlap else "off",
-        f"{1e3 * x.latency:,.1f}",
-        f"{x.prediction.per_gpu:,.0f}",
-    ]
-
-
-def show_validation(v: Validation, console: Console) -> None:
-    table = _table("published measurements and what is predicted")
-    for name in ("#", "what", "unit"):
-        table.add_column(name, overflow="fold")
-    for name in ("measured", "predicted", "error"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for p in v.points:
-        if p.error is None or p.predicted is None:
-            measured = f"{p.measured:,.4g}" if p.measured < 1000 else f"{p.measured:,.0f}"
-            table.add_row(p.id, p.what, p.unit, measured, "-", "-", p.reason)
-            continue
-        style = "red" if abs(p.error) > 0.25 else "yellow" if abs(p.error) > 0.1 else ""
-        told = "fitted" if p.fitted else "held out"
-        error = f"{p.error:+.1%}"
-        cells = (p.id, p.what, p.unit, f"{p.measured:,.0f}", f"{p.predicted:,.0f}", error, told)
-        table.add_row(*cells, style=style)
-    console.print(table)
-    console.print(
-        f"median error {v.median_error():.1%}: of throughputs "
-        f"{v.median_error(unit='tok/s/node'):.1%}, of points held out "
-        f"{v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all); worst fitted "
-        f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
-    )
-    console.print(f"fitted on the points marked so: {', '.join(FITTED)}")
+    said.add_row("sent a token a layer, within nodes", f"{t.within / 1e3:,.1f} kB")
+    said.add_row("sent a token a layer, across nodes", f"{t.across / 1e3:,.1f} kB")
+    return titled("predicted", said)

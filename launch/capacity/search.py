@@ -7,15 +7,16 @@ are a few hundred to a few thousand evaluations of a formula: no randomness, the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from dispatch.deepep import LL_HIDDEN_SIZES, LL_MAX_TOP_K
-from launch.capacity.balance import FloatArray, balance
+from launch.capacity.balance import FloatArray, balance, least_balance
+from launch.capacity.candidates import Candidate, Pools, leaders, pareto
 from launch.capacity.deployment import Deployment
 from launch.capacity.memory import sequences_that_fit
-from launch.capacity.predict import Prediction, Workload, predict
+from launch.capacity.predict import Workload, predict
 from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
 from launch.capacity.rules import ORDER, broken
@@ -25,57 +26,30 @@ POOLS = 40  # numbers of nodes that are tried at most: every one, or in equal st
 SEQUENCES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 STEP_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DRAFTS = (0, 1, 2, 3)
-REFINED = 24  # layouts whose batch, or step, is then looked at more closely
 SPARE = (0.0, 0.125, 0.5, 1.0)  # redundant slots as a share of the experts, at least
 
 
 _Home = tuple[Literal["replicated", "hosted"], int]  # of the shared expert; pieces in slots
 _REPLICATED: _Home = ("replicated", 0)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    deployment: Deployment
-    prediction: Prediction
-
-    @property
-    def latency(self) -> float:
-        """TPOT of decode, TTFT of prefill."""
-        p = self.prediction
-        return p.tpot if p.tpot is not None else p.ttft or 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        d = self.deployment
-        return {
-            "phase": d.phase,
-            "gpus": d.gpus,
-            "redundant": d.redundant,
-            "slots_per_gpu": d.slots_per_gpu,
-            "shared_expert": d.shared,
-            "balance": d.balance,
-            "dispatch": d.dispatch,
-            "sequences": d.sequences if d.phase == "decode" else None,
-            "tokens": d.tokens if d.phase == "prefill" else None,
-            "drafts": d.drafts,
-            "overlap": d.overlap,
-            "kv_fp8": d.kv_fp8,
-            "prediction": self.prediction.as_json(),
-        }
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """tried: layouts that were looked at, allowed: that broke no rule. gpus_step: between pools
-    of several nodes; more than a node where that leaves some untried. pareto: those that no other
-    beats in both latency and tokens a second a GPU, fastest answer first. best: most tokens a
-    second a GPU within the limit; None where none keeps it."""
+    """tried: layouts that were looked at; num_allowed: that broke no rule; allowed: those of them
+    that were priced. gpus_step: between pools of several nodes; more than a node where that leaves
+    some untried. pareto: those that no other beats in both latency and tokens a second a GPU,
+    fastest answer first. best: most tokens a second a GPU within the limit; None where none keeps
+    it. limit: seconds of TTFT or TPOT."""
 
     phase: str
     tried: int
     gpus_step: int
+    num_allowed: int
     allowed: list[Candidate]
     pareto: list[Candidate]
     best: Candidate | None
+    limit: float | None
 
 
 @dataclass(frozen=True)
@@ -96,34 +70,52 @@ def search(
     price: float | None = None,
     loads: FloatArray | None = None,
     calibration: Calibration | None = None,
+    every: bool = True,
+    progress: Progress = lambda done, total: None,
 ) -> Found:
     """Of the phase of base, whose model, GPU, formats and acceptance are kept. most_gpus: of a
-    pool. loads: as for `balance`, which prices redundancy."""
+    pool. loads: as for `balance`, which prices redundancy. every: price every layout, as a picture
+    of them needs; else leave out pools that can neither be in the front nor near the best, however
+    even their experts: the answer is the same, and placing experts takes most of the time.
+    progress: told pools that are done, and all."""
     c = calibration or Calibration()
     limit = limits.tpot if base.phase == "decode" else limits.ttft
     length = work.context if base.phase == "decode" else float(work.input_tokens)
-    tried, allowed = 0, []
+    tried, possible = 0, []
     for pool in _pools(base, most_gpus, loads):
         steps = list(_decodes(pool) if base.phase == "decode" else _prefills(pool))
         tried += len(steps)
-        for d in steps:
-            way = _way(d, length)
-            if way is not None:
-                allowed.append(Candidate(way, predict(way, work, price, c)))
-    kept = [x for x in allowed if limit is None or x.latency <= limit]
+        ways = [_way(d, length) for d in steps]
+        possible.append([Candidate(d, predict(d, work, price, c)) for d in ways if d is not None])
+
+    def priced(layouts: list[Candidate]) -> list[Candidate]:
+        """Of one pool, whose experts are placed once."""
+        found: list[Candidate] = []
+        spread = balance(layouts[0].deployment, loads).mean if layouts else 1.0
+        for x in layouts:
+            d = replace(x.deployment, balance=spread)
+            way = _way(d, length) if d.dispatch == "torch" else d
+            found += [] if way is None else [Candidate(way, predict(way, work, price, c))]
+        return found
+
+    pools = Pools(possible, priced, progress)
+    # How even experts are decides what `torch` holds in memory, and so what is allowed at all.
+    every = every or any(x.deployment.dispatch == "torch" for pool in possible for x in pool)
+    if every:
+        pools.price_all()
+    else:
+        pools.price_leaders(limit)
     refined = _refined if base.phase == "decode" else _refined_step
-    closer = [refined(x, length, limit, work, price, c) for x in _leaders(kept)]
-    kept, allowed = kept + closer, allowed + closer
+    kept = [x for x in pools.priced() if x.keeps(limit)]
+    closer = [refined(x, length, limit, work, price, c) for x in leaders(kept)]
+    if not every:
+        pools.price_front(closer)
+    allowed = pools.priced() + closer
+    kept = [x for x in allowed if x.keeps(limit)]
     best = max(kept, key=lambda x: (x.prediction.per_gpu, -x.deployment.gpus), default=None)
-    return Found(base.phase, tried, _step_of(base, most_gpus), allowed, pareto(allowed), best)
-
-
-def _leaders(kept: list[Candidate]) -> list[Candidate]:
-    """The `REFINED` best that differ in more than their batch or step."""
-    found: dict[Deployment, Candidate] = {}
-    for x in sorted(kept, key=lambda x: -x.prediction.per_gpu):
-        found.setdefault(replace(x.deployment, sequences=0, tokens=0), x)
-    return list(found.values())[:REFINED]
+    number = len(allowed) if every else sum(map(len, possible)) + len(closer)
+    step = _step_of(base, most_gpus)
+    return Found(base.phase, tried, step, number, allowed, pareto(allowed), best, limit)
 
 
 def _refined(
@@ -141,7 +133,7 @@ def _refined(
         middle = (low + high + 1) // 2
         way = _way(replace(x.deployment, sequences=4 * middle), length)
         tried = None if way is None else Candidate(way, predict(way, work, price, c))
-        if tried is not None and (limit is None or tried.latency <= limit):
+        if tried is not None and tried.keeps(limit):
             low, x = middle, tried
         else:
             high = middle - 1
@@ -165,9 +157,8 @@ def _refined_step(
     for tokens in sorted(n for n in sizes if now / 2 <= n <= min(2 * now, STEP_TOKENS[-1])):
         d = replace(x.deployment, tokens=tokens)
         found = Candidate(d, predict(d, work, price, c))
-        kept = limit is None or found.latency <= limit
         better = found.prediction.per_gpu > x.prediction.per_gpu
-        if kept and better and (way := _way(d, length)) is not None:
+        if found.keeps(limit) and better and (way := _way(d, length)) is not None:
             x = Candidate(way, predict(way, work, price, c))
     return x
 
@@ -193,15 +184,6 @@ def _ways(d: Deployment) -> tuple[str, ...]:
     return ("deepep_ll",) if d.phase == "decode" else ORDER[d.phase][:2]
 
 
-def pareto(candidates: list[Candidate]) -> list[Candidate]:
-    """By latency; each gives more tokens a second a GPU than all that answer sooner."""
-    front: list[Candidate] = []
-    for x in sorted(candidates, key=lambda x: (x.latency, -x.prediction.per_gpu)):
-        if not front or x.prediction.per_gpu > front[-1].prediction.per_gpu:
-            front.append(x)
-    return front
-
-
 def ratio(prefill: Candidate, decode: Candidate, work: Workload, most: int = 64) -> Ratio:
     """The smallest whole numbers of instances that leave less than a tenth of either idle, or the
     best of up to `most` each."""
@@ -225,7 +207,8 @@ def ratio(prefill: Candidate, decode: Candidate, work: Workload, most: int = 64)
 
 
 def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[Deployment]:
-    """Numbers of GPUs, redundant slots that leave none empty, both homes of the shared expert."""
+    """Numbers of GPUs, redundant slots that leave none empty, both homes of the shared expert; each
+    with a balance that no placement is below."""
     m = base.shape.config
     hosting: tuple[_Home, ...] = (("hosted", m.n_shared_experts),) if m.n_shared_experts else ()
     node = base.gpu.per_node
@@ -244,7 +227,7 @@ def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[De
                 if (slots, home) not in seen and (slots <= 2 * experts or share == 0):
                     seen.add((slots, home))
                     pool = replace(base, gpus=gpus, redundant=slots - experts, shared=home)
-                    yield replace(pool, balance=balance(pool, loads).mean)
+                    yield replace(pool, balance=least_balance(pool, loads) * (1 - 1e-9))
 
 
 def _step_of(base: Deployment, most: int) -> int:

@@ -26,6 +26,7 @@ from launch.capacity.times import (
     prefill_step,
 )
 
+# What they say is beside each in `Calibration`.
 # Constant -> where it is believed to lie before any point is seen, and how freely it may move (as a
 # share). Fitted together on all points marked `fitted`, by least squares of logarithms.
 FITTED: dict[str, tuple[float, float]] = {
@@ -39,6 +40,8 @@ FITTED: dict[str, tuple[float, float]] = {
     "young": (1.4, 0.5),
     "lmsys_balance": (1.35, 0.1),
 }
+# Constants that were read off measured tables, not fitted -> the published point that is one.
+FROM_POINTS = dict.fromkeys(("nic", "nvlink", "floor_within", "floor_across"), "20")
 _ERROR = 0.05  # what a fitted point is believed to be known to, as a share
 
 
@@ -69,8 +72,22 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """name: of a field of `Calibration`. points: ids of the points that it was fitted on: fitted
+    ones whose prediction changes with it. start, freely: where it was believed to lie before, and
+    by what share it might move; None: it was read off a table of that point instead."""
+
+    name: str
+    value: float
+    points: tuple[str, ...]
+    start: float | None
+    freely: float | None
+
+
+@dataclass(frozen=True)
 class Validation:
     points: list[Point]
+    constants: list[Constant]
 
     def median_error(self, *, fitted: bool | None = None, unit: str | None = None) -> float:
         """Of absolute errors, of all that are predicted, or of some of them."""
@@ -102,7 +119,8 @@ class Validation:
             "median_error_throughput": self.median_error(unit=_THROUGHPUT),
             "worst_error_fitted": self.worst_error(fitted=True),
             "held_out_share": self.held_out_share,
-            "fitted_constants": {name: getattr(Calibration(), name) for name in FITTED},
+            "fitted_constants": {c.name: c.value for c in self.constants if c.name in FITTED},
+            "constants": [asdict(c) for c in self.constants],
         }
 
 
@@ -111,7 +129,24 @@ _THROUGHPUT = "tok/s/node"
 
 def validate(calibration: Calibration | None = None) -> Validation:
     """Every published point against the model of times."""
-    return Validation(list(_points(calibration or Calibration())))
+    c = calibration or Calibration()
+    points = list(_points(c))
+    constants = [
+        Constant(name, getattr(c, name), _moved(name, c, points), *FITTED[name]) for name in FITTED
+    ]
+    constants += [Constant(n, getattr(c, n), (p,), None, None) for n, p in FROM_POINTS.items()]
+    return Validation(points, constants)
+
+
+def _moved(name: str, c: Calibration, points: list[Point]) -> tuple[str, ...]:
+    """Fitted throughputs that are predicted otherwise with one constant 1 % larger."""
+    change: dict[str, Any] = {name: 1.01 * getattr(c, name)}
+    pairs = zip(points, _points(replace(c, **change)), strict=True)
+    return tuple(p.id for p, q in pairs if _is_fitted(p) and p.predicted != q.predicted)
+
+
+def _is_fitted(p: Point) -> bool:
+    return p.fitted and p.unit == _THROUGHPUT
 
 
 def _points(c: Calibration) -> Iterator[Point]:
@@ -185,7 +220,7 @@ def fit(start: Calibration | None = None) -> Calibration:
         return replace(base, **values)
 
     def residuals(logs: Any) -> list[float]:
-        points = [p for p in validate(made(logs)).points if p.fitted and p.unit == _THROUGHPUT]
+        points = [p for p in _points(made(logs)) if _is_fitted(p)]
         found = [math.log(1 + (p.error or 0.0)) / _ERROR for p in points]
         return found + [
             (x - math.log(FITTED[n][0])) / FITTED[n][1] for n, x in zip(names, logs, strict=True)

@@ -1,0 +1,85 @@
+"""Published points beside what is predicted, as tables for a terminal. Knows rich; computes
+nothing."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.text import Text
+
+from launch.capacity.screen import table, titled
+from launch.capacity.validate import Point, Validation
+
+# Of a constant, in a few words; its comment in `Calibration` says more.
+_MEANS = {
+    "intensity": "FLOPs a byte at which products reach half",
+    "prefill_core": "of BF16 peak, attention of prefill",
+    "decode_core": "of BF16 peak, attention of decode",
+    "passes": "times hidden values cross memory in a layer",
+    "launch": "seconds of small kernels in a layer",
+    "skew": "x all-to-alls of decode: waiting for the slowest",
+    "hidden": "of decode's all-to-alls, by overlap",
+    "young": "x a step on chips with new kernels",
+    "lmsys_balance": "busiest GPU over mean, prefill of 5a to 5c, 9, 10a",
+    "nic": "of a NIC's bandwidth",
+    "nvlink": "of NVLink's bandwidth",
+    "floor_within": "seconds of an all-to-all in one domain",
+    "floor_across": "seconds of one over a network",
+}
+
+
+def show_validation(v: Validation, console: Console) -> None:
+    """Nothing is cut or folded into letters at 80 columns: what says much goes below the tables."""
+    for unit, name in (("tok/s/node", "tokens/s a node"), ("us", "microseconds")):
+        console.print(
+            _points([p for p in v.points if p.unit == unit and p.error is not None], name)
+        )
+    console.print("[bold]published, but not predicted[/]")
+    for p in v.points:
+        if p.error is None:
+            console.print(_told(p))
+    console.print()
+    console.print(_constants(v))
+    console.print(
+        f"median error {v.median_error():.1%}: of throughputs "
+        f"{v.median_error(unit='tok/s/node'):.1%}, of points held out "
+        f"{v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all); worst fitted "
+        f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
+    )
+
+
+def _points(points: list[Point], unit: str) -> Group:
+    rows = table(padding=(0, 1, 0, 0), pad_edge=False)
+    rows.add_column("#", no_wrap=True)
+    rows.add_column("what", ratio=1)
+    for name in ("measured", "predicted", "error"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("", no_wrap=True)
+    for p in points:
+        error = p.error or 0.0
+        style = "red" if abs(error) > 0.25 else "yellow" if abs(error) > 0.1 else ""
+        numbers = (f"{p.measured:,.0f}", f"{p.predicted:,.0f}", f"{error:+.1%}")
+        rows.add_row(p.id, p.what, *numbers, "fitted" if p.fitted else "held out", style=style)
+    return titled(f"published measurements and what is predicted: {unit}", rows)
+
+
+def _told(p: Point) -> Padding:
+    measured = f"{p.measured:,.4g}" if p.measured < 1000 else f"{p.measured:,.0f}"
+    said = f"{p.id}: {p.what}, {measured} {p.unit}: {p.reason}"
+    return Padding(Text(said), (0, 0, 0, 2))
+
+
+def _constants(v: Validation) -> Group:
+    rows = table(padding=(0, 1, 0, 0), pad_edge=False)
+    rows.add_column("constant", no_wrap=True)
+    rows.add_column("value", justify="right", no_wrap=True)
+    rows.add_column("is", ratio=1)
+    rows.add_column("fitted on", ratio=1)
+    for c in v.constants:
+        points = ", ".join(c.points) if c.start is not None else f"read off {', '.join(c.points)}"
+        rows.add_row(c.name, f"{c.value:.3g}", _MEANS[c.name], points)
+    caption = (
+        "fitted together, by least squares of logarithms from stated priors, on the points marked "
+        "so; here: those that each constant moves"
+    )
+    return titled("constants", rows, caption)
