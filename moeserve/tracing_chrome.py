@@ -3,8 +3,9 @@
 A process for each rank (pid), a thread for the host, one for the parts of the layers and, with
 overlap, one for those of the second half. Times are microseconds since the first span, by the
 clock of rank 0. A span is a complete event ("X"): spans of a thread follow or contain each other.
-Dispatch and combine of a layer are two spans each, here named by what they do: rows leave (send),
-rows are waited for (receive).
+Dispatch and combine of a layer are two spans each; `side` says what they do: rows leave (send),
+rows are waited for (receive). What the host does itself (schedule, commit) lies within spans
+named host.
 
 Knows the format. Knows nothing of how spans came.
 """
@@ -23,6 +24,7 @@ from moeserve.wire_trace import HOST, NAMES, SECOND, THREADS
 
 # What stands before the sending half: of a layer's dispatch the gate, of its combine the experts.
 SENDS = {"dispatch": NAMES.index("gate"), "combine": NAMES.index("experts")}
+HOST_WORK = ("schedule", "commit")
 STEP_NAME = NAMES.index("step")
 TIMES = "of the host: of a GPU's kernels a span tells when they were asked for"
 PHASES = ("idle", "prefill", "decode", "mixed")  # moeserve.lockstep.Phase
@@ -86,8 +88,9 @@ def _spans(rank: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
     for index in order.tolist():
         name, thread, layer, start, length = spans[index].item()
         title = NAMES[name]
+        side = ""
         if title in SENDS:
-            title += " send" if before[thread] == SENDS[title] else " receive"
+            side = "send" if before[thread] == SENDS[title] else "receive"
         before[thread] = name
         step = of_step[index]
         arguments: dict[str, Any] = {"step": numbers[step]}
@@ -95,9 +98,11 @@ def _spans(rank: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
             arguments |= {"tokens": tokens[step], "phase": PHASES[phases[step] & 3]}
         if layer >= 0:
             arguments["layer"] = layer
+        if side:
+            arguments["side"] = side
         if thread == SECOND:
             arguments["half"] = 1
-        yield {
+        span = {
             "ph": "X",
             "name": title,
             "cat": "host" if thread == HOST else "layer",
@@ -107,3 +112,6 @@ def _spans(rank: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
             "dur": max(length, 0) / 1000,
             "args": arguments,
         }
+        if title in HOST_WORK:  # under the name that the step's breakdown has for it
+            yield span | {"name": "host"}
+        yield span

@@ -128,8 +128,14 @@ def test_an_engine_tells_every_part_of_every_layer(overlap: object) -> None:
     events = json.loads(text)["traceEvents"]
     assert {e["args"]["layer"] for e in events if e["name"] == "gate"} == set(range(dense, layers))
     gates = sum(e["name"] == "gate" for e in events)
-    for name in ("dispatch send", "dispatch receive", "combine send", "combine receive"):
-        assert sum(e["name"] == name for e in events) == gates, "one of each a layer"
+    for name in ("dispatch", "combine"):
+        for side in ("send", "receive"):
+            found = [e for e in events if e["name"] == name and e["args"]["side"] == side]
+            assert len(found) == gates, "one of each a layer"
+    host = [e for e in events if e["name"] == "host" and e["ph"] == "X"]
+    parts = [e for e in events if e["name"] in ("schedule", "commit")]
+    assert [(e["ts"], e["dur"]) for e in host] == [(e["ts"], e["dur"]) for e in parts]
+    assert len(host) == 2 * sum(e["name"] == "step" for e in events)
     assert skew_of(trace, offsets(trace)) is None  # nobody to wait for
 
 
