@@ -31,6 +31,7 @@ from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth
 from moeserve.speculate.build import open_speculator, plan_speculation
 from moeserve.speculate.speculator import Speculator
+from moeserve.speculate.verify import Rule
 
 BUNDLED = Path(__file__).parents[1] / "checkpoints" / "tiny"
 LENGTH = 96
@@ -79,6 +80,7 @@ def serve(
     drafter: str | None = None,
     depth: int | None = 3,
     nodes: int | None = None,
+    rule: str = "same",
     checkpoint: Path = BUNDLED,
     plain: Ran | None = None,
     size: int = 16,
@@ -101,7 +103,7 @@ def serve(
     limits = ScheduleLimits(
         rows, budget, chunk, LENGTH, eos_ids=frozenset(model.config.eos_token_ids)
     )
-    runner = ModelRunner(model, pages, cache.tables, StepRecorder(), overlap)
+    runner = ModelRunner(model, pages, cache.tables, StepRecorder(), overlap, Rule(rule))
     scheduler = Scheduler(cache, limits)
     speculator: Speculator | None = None
     if drafter == "oracle":
@@ -111,7 +113,7 @@ def serve(
         speculator = Speculator(made, policy, runner, scheduler)
     elif drafter is not None:
         method = drafter if depth is None else f"{drafter}:{depth}"
-        section = {"method": method, "nodes": nodes}
+        section = {"method": method, "nodes": nodes, "rule": rule}
         config = ServeConfig.load(None, {"model": {"checkpoint": checkpoint}, "speculate": section})
         problems: list[str] = []
         planned = plan_speculation(config, model.config, problems)
@@ -277,6 +279,21 @@ def test_a_draft_model_changes_no_bit_and_one_that_is_the_target_is_always_right
         size=4, tokens=128, rows=12, chunk=5, prefix=True,
     )  # fmt: skip
     must_match(other, case.plain)
+
+
+def test_by_rejection_greedy_tokens_are_the_same_and_a_copy_of_the_target_is_always_right(
+    case: Case, folder: Path
+) -> None:
+    asked = case.asked[:16]
+    greedy = [r.request_id for r in asked if not r.sampling.temperature]
+    for drafter in (f"draft:{folder}", "mtp"):
+        ran = serve(
+            case.loaded, asked, drafter=drafter, rule="rejection", checkpoint=folder, size=4
+        )
+        must_match(ran, case.plain, greedy)
+        assert ran.tokens.keys() == {r.request_id for r in asked}
+        if drafter != "mtp":
+            assert ran.accepted > 0.8 * ran.drafted  # the rest lay behind an end
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 6, 7, 8, None])

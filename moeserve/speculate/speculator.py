@@ -35,6 +35,7 @@ from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.mtp import most_within
 from moeserve.speculate.run_limits import draft_room
 from moeserve.speculate.verify import Rule
+from moeserve.terminal import say
 from moeserve.wire_speculation import SpeculationStats
 
 
@@ -286,5 +287,7 @@ class Speculator:
         self.drafter.forget([request_id])
 
     def _note(self, failure: str) -> None:
+        if not self.num_failures:
+            say(f"speculate: rank {self._rank} could not draft: {failure}; its drafts are left out")
         self.num_failures += 1
         self.failure = failure
