@@ -30,6 +30,7 @@ from models.deepseek.kernels.gpu.fp8_gemm import (
 )
 from models.deepseek.kernels.gpu.gemm_tile import (
     GROUP_ROWS,
+    TileConfig,
     operand,
     operand_types,
     store_tile,
@@ -232,46 +233,47 @@ def cost(rows: Sequence[int], columns: int, width: int, out_bytes: int = 2) -> K
 
 
 def compile_cases() -> list[CompileCase]:
-    cases = []
-    for masked in (True, False):
-        for config in CONFIGS:
-            if not masked and config.rows < 128:
-                continue  # prefill delivers contiguous rows: many
-            for packed in (False, True) if config.pair or config.rows == 64 else (False,):
-                cases.append(
-                    CompileCase(
-                        grouped_gemm_kernel,
-                        f"grouped_gemm_{'masked' if masked else 'contiguous'}",
-                        f"{config} {'ue8m0' if packed else 'fp32'}",
-                        {
-                            **operand_types(config, True),
-                            "out": "*bf16",
-                            "a_scales": "*i32" if packed else "*fp32",
-                            "b_scales": "*fp32",
-                            "starts": "*i32",
-                            "bounds": "*i32",
-                            **dict.fromkeys(
-                                (
-                                    *("experts", "room", "alignment", "N", "K"),
-                                    *("a_pitch", "b_pitch", "out_pitch", "scale_expert"),
-                                    *("scale_row", "scale_word", "b_scale_expert", "b_scale_row"),
-                                ),
-                                "i32",
-                            ),
-                        },
-                        {
-                            "B_EXPERT": V3_BUNDLE,
-                            "MASKED": masked,
-                            "STARTS": False,
-                            "GROUP": GROUP_ROWS,
-                            "TMA": True,
-                            "PACKED": packed,
-                            **config.constants,
-                        },
-                        num_warps=config.warps,
-                        num_stages=config.stages,
-                        divisible=("N", "K", "a_pitch", "b_pitch", "out_pitch"),
-                        wants={90: ("wgmma", "wide loads"), 100: ("tcgen05.mma", "wide loads")},
-                    )
-                )
-    return cases
+    forms = [(config, masked, False, False) for masked in (True, False) for config in CONFIGS]
+    widest, narrow = CONFIGS[-1], CONFIGS[2]
+    forms += [(config, masked, True, False) for config, masked in ((widest, False), (narrow, True))]
+    forms += [
+        (widest, True, True, False),
+        (widest, False, False, True),
+        (narrow, False, False, True),
+    ]
+    return [_compile_case(*form) for form in forms]
+
+
+def _compile_case(config: TileConfig, masked: bool, packed: bool, starts: bool) -> CompileCase:
+    layout = "masked" if masked else "contiguous"
+    numbers = (
+        *("experts", "room", "alignment", "N", "K", "a_pitch", "b_pitch", "out_pitch"),
+        *("scale_expert", "scale_row", "scale_word", "b_scale_expert", "b_scale_row"),
+    )
+    return CompileCase(
+        grouped_gemm_kernel,
+        f"grouped_gemm_{layout}",
+        f"{config} {'ue8m0' if packed else 'fp32'}{' starts' if starts else ''}",
+        {
+            **operand_types(config, True),
+            "out": "*bf16",
+            "a_scales": "*i32" if packed else "*fp32",
+            "b_scales": "*fp32",
+            "starts": "*i32",
+            "bounds": "*i32",
+            **dict.fromkeys(numbers, "i32"),
+        },
+        {
+            "B_EXPERT": V3_BUNDLE,
+            "MASKED": masked,
+            "STARTS": starts,
+            "GROUP": GROUP_ROWS,
+            "TMA": True,
+            "PACKED": packed,
+            **config.constants,
+        },
+        num_warps=config.warps,
+        num_stages=config.stages,
+        divisible=("N", "K", "a_pitch", "b_pitch", "out_pitch"),
+        wants={90: ("wgmma", "wide loads"), 100: ("tcgen05.mma", "wide loads")},
+    )
