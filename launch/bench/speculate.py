@@ -144,9 +144,10 @@ def _measure(
                 if number >= 0:
                     pairs.append(Pair(runs[off], runs[on]))
                 done += 1
-            nodes = 0 if on.speculator is None else on.speculator.drafter.max_nodes
-            compared = config.speculate.rule == "same"
-            rows.append({**row(cell, pairs, compared), "max_nodes": nodes})
+            assert on.speculator is not None
+            drafter = on.speculator.drafter
+            nodes = drafter.max_nodes if drafter.max_nodes > drafter.max_depth else 0
+            rows.append(row(cell, pairs, config.speculate.rule == "same", nodes))
             progress(where, done, total)
     finally:
         progress.close()

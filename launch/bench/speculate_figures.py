@@ -61,8 +61,11 @@ class Pair:
     on: Run
 
 
-def row(cell: Cell, pairs: Sequence[Pair], compared: bool = True) -> dict[str, Any]:
-    """In JSON's types. pairs: one or more. compared: whether the same tokens are to come out."""
+def row(
+    cell: Cell, pairs: Sequence[Pair], compared: bool = True, tree_nodes: int = 0
+) -> dict[str, Any]:
+    """In JSON's types. pairs: one or more. compared: whether the same tokens are to come out.
+    tree_nodes: drafts at most of a sequence's tree, 0 where they are chains."""
     on = [pair.on for pair in pairs]
     drafted = [sum(x) for x in zip(*(run.drafted for run in on), strict=True)]
     accepted = [sum(x) for x in zip(*(run.accepted for run in on), strict=True)]
@@ -79,6 +82,7 @@ def row(cell: Cell, pairs: Sequence[Pair], compared: bool = True) -> dict[str, A
     return {
         "drafter": cell.drafter,
         "depth": cell.depth,
+        "tree_nodes": tree_nodes,
         "batch": cell.batch,
         "speedup": paired_ratio([p.on.rate for p in pairs], [p.off.rate for p in pairs]),
         "speedup_least": min(ratios),

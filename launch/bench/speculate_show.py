@@ -93,10 +93,13 @@ def show(result: Result) -> None:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     depth = row["depth"]
+    k = f"auto ({row['mean_depth']:.1f})" if depth == "auto" else str(depth)
+    if row["tree_nodes"]:
+        k += f" of {row['tree_nodes']}"
     return [
         str(row["batch"]),
         short(row["drafter"]),
-        f"auto ({row['mean_depth']:.1f})" if depth == "auto" else str(depth),
+        k,
         f"{row['speedup']:.2f}",
         f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
         f"{row['predicted']:.2f}",
@@ -133,6 +136,8 @@ def told(result: Result) -> list[str]:
         "predicted: (1 - a^(k+1)) / ((1 - a)(1 + c k)), a from tokens/step, c the round; it takes "
         "verify to be 1",
     ]
+    if any(row["tree_nodes"] for row in result.rows):
+        lines.append("k of n: trees of n drafts at most, k behind each other")
     if result.rule != "same":
         lines.append(
             f"rule {result.rule}: other tokens than without drafts are right, not compared"
