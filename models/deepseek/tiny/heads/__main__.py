@@ -2,6 +2,8 @@
 
     python -m models.deepseek.tiny.heads WORK checkpoints/tiny [--only eagle,medusa,draft]
 
+Writes beside the checkpoint, into the folder NAME-drafters, and fills the table of its card.
+
 What lies in WORK already (corpus, windows, features) is not made again. Everything is drawn from
 seeds and one thread computes, so the same machine gets the same weights. Needs what the recipe of
 the checkpoint needs, 1 GB in WORK and about half an hour of one core.
@@ -17,11 +19,12 @@ from pathlib import Path
 import torch
 
 from ..corpus import MissingSource
+from ..evaluate import fill_card
 from ..network import Network
 from ..release import load
 from .draft import draft_loss, make_draft, read_draft, write_draft
 from .eagle import EagleNet
-from .evaluate import figures, write_figures
+from .evaluate import figures, report, write_figures
 from .features import make_windows, write_corpus
 from .files import Head, make_head, read_head, write_head
 from .medusa import MedusaNet
@@ -38,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").splitlines()[0]
     options = argparse.ArgumentParser(description=first)
     options.add_argument("work", type=Path, help="work folder (about 1 GB)")
-    options.add_argument("checkpoint", type=Path, help="the target; drafters go into its folder")
+    options.add_argument("checkpoint", type=Path, help="the target")
     options.add_argument("--only", default=",".join(KINDS), help="kinds, comma-separated")
     options.add_argument("--steps", type=int, default=500, help="training steps of each")
     options.add_argument("--groups", type=int, default=24, help="of 256 windows to learn from")
-    options.add_argument("--out", type=Path, help="where to, if not the target's folder")
+    options.add_argument("--out", type=Path, help="where to, if not beside it")
     return options
 
 
@@ -60,9 +63,10 @@ def main() -> None:
     net = load(args.checkpoint)
     windows = make_windows(net, args.work, args.groups)
     weight = net.lm_head.detach().bfloat16()
+    out: Path = args.out or args.checkpoint.with_name(f"{args.checkpoint.name}-drafters")
     for kind in kinds:
         torch.manual_seed(SEED)
-        folder, depth = (args.out or args.checkpoint) / kind, DEPTH
+        folder, depth = out / kind, DEPTH
         head = make_draft() if kind == "draft" else make_head(kind, net)
         if isinstance(head, EagleNet):
             drafts = eagle_loss(head, weight)
@@ -81,6 +85,7 @@ def main() -> None:
         found = figures(net, made, args.checkpoint, depth)
         found["training"] = {"steps": args.steps, "windows": windows.count, **curve[-1]}
         write_figures(found, folder / "eval.json")
+        fill_card(out / "README.md", report(out))
         print(f"{folder}: {size / 1e6:.2f} MB, acceptance {found['acceptance']}", end=", ")
         print(f"{found['mean_accepted']:.2f} drafts accepted a run")
 

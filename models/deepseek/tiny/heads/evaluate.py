@@ -150,5 +150,20 @@ class _Count:
         }
 
 
+def report(folder: Path) -> str:
+    """The table of all drafters in a folder, for its card."""
+    lines = ["| drafter | accepted, by depth | a run | on other text |", "|---|---|---|---|"]
+    for path in sorted(folder.glob("*/eval.json")):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        accepted, other = (
+            " ".join(f"{x:.2f}" for x in told[key]) for key in ("acceptance", "on_held_out_text")
+        )
+        lines.append(
+            f"| `{path.parent.name}` | {accepted} | {told['mean_accepted']:.2f} of {told['depth']} "
+            f"| {other} |"
+        )
+    return "\n".join(lines)
+
+
 def write_figures(found: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
