@@ -146,6 +146,20 @@ def test_server_flags_are_unknown_to_offline_commands(folder):
     assert "--prompt" not in done.stderr, "which is not what was meant"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("bench", "serve", "http://x:1", "--turns", "0"), "--turns '0': must be at least 1"),
+        (("launch", "slurm", "--nodes=0"), "--nodes '0': must be at least 1"),
+        (("bench", "serve", "http://x:1", "--rate", "abc"), "--rate 'abc': must be a number"),
+        (("doctor", "--ranks", "x"), "--ranks 'x': must be a whole number"),
+    ],
+)
+def test_a_bad_value_is_told_in_the_words_of_all_checks(words, line):
+    done = moeserve(*words)
+    assert done.returncode == 2 and done.stderr == f"moeserve: {line}\n"
+
+
 def test_taken_port_is_refused_before_anything_starts(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
