@@ -277,6 +277,9 @@ def test_itl_is_between_events_of_our_server_and_of_a_peer_alike() -> None:
         assert several.num_output == 4 and several.tpot == pytest.approx(1 / 3)
         assert gaps(several) == [1.0]
         assert figures([several], 1, 1, Limits())["tokens_an_event"] == 2.0
+    pieces = call(0, 0.0, [1.0] * 4)  # read at one moment: nothing tells how long a token took
+    assert pieces.tpot is None and gaps(pieces) == [] and pieces.in_one_piece
+    assert Limits().kept_by(pieces) and not Limits(tpot_ms=1000).kept_by(pieces)
     unknown = call(0, 0.0, [1.0, 2.0])
     unknown.output_tokens = None
     assert figures([peers, unknown], 1, 1, Limits())["tokens_an_event"] is None
@@ -542,13 +545,14 @@ def test_the_knee_names_what_was_delivered_and_what_it_cannot_tell() -> None:
         "knee": 8.0,
         "knee_delivered": 7.9,
         "knee_whole_run": 6.4,
+        "knee_came": 8.1,
         "limits": {"ttft_ms": 5.0, "tpot_ms": None},
         "limits_are": "as given",
         "points": [point(8, True, False), point(12, False, False)],
     }
     assert verdict(report) == [
         "knee: 8 calls/s asked for, the highest rate that was served",
-        "  steady: 7.90 answers/s there while calls kept coming",
+        "  steady: 7.90 answers/s there while calls kept coming (8.10 calls/s came)",
         "  answers/s: 6.40 there from the first call to the last answer, the server's filling and "
         "emptying included",
         "limits: TTFT 5.00 ms (as given)",
@@ -560,6 +564,14 @@ def test_the_knee_names_what_was_delivered_and_what_it_cannot_tell() -> None:
     assert "at 16 calls/s the load generator was the limit" in said
     report |= {"knee": None, "knee_delivered": None}
     assert verdict(report)[0].startswith("knee: none was found")
+
+
+def test_calls_that_come_unevenly_are_no_lack_of_the_server() -> None:
+    """In the last two thirds fewer come than on average, each answered at once."""
+    made = [call(n, 0.02 * n, [0.02 * n + 0.01, 0.02 * n + 0.02]) for n in range(20)]
+    made += [call(20 + n, 0.4 + n / 10, [0.41 + n / 10, 0.42 + n / 10]) for n in range(40)]
+    pace = pace_of(made)
+    assert pace.keeps_up and pace.delivered == pytest.approx(pace.offered, rel=0.01)
 
 
 def test_no_more_is_delivered_than_was_asked_for() -> None:

@@ -21,6 +21,7 @@ import msgspec
 CUT = "cut short here"  # the run was stopped by whoever started it: no fault of the server
 _DONE = b"[DONE]"
 _AFTER_DONE = 1.0  # seconds
+_PIECE = 4  # events that no server makes within one reading of a socket
 _FINE = ("stop", "length", "tool_calls", "function_call", "content_filter")
 _decode = msgspec.json.Decoder().decode
 
@@ -140,8 +141,17 @@ class Call:
 
     @property
     def in_one_event(self) -> bool:
-        """All of several tokens came at once: nothing tells how long each took."""
         return len(self.times) == 1 and self.num_output > 1
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Several events were read at one moment: they had waited for each other."""
+        return len(self.times) >= _PIECE and self.times[0] == self.times[-1]
+
+    @property
+    def at_once(self) -> bool:
+        """All of several tokens came at once: nothing tells how long each took."""
+        return self.in_one_event or self.in_one_piece
 
     @property
     def ttft(self) -> float | None:
@@ -149,8 +159,8 @@ class Call:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of a token after the first."""
-        if len(self.times) < 2 or self.num_output < 2:
+        """Mean seconds of a token after the first; None where that cannot be seen."""
+        if len(self.times) < 2 or self.num_output < 2 or self.at_once:
             return None
         return (self.times[-1] - self.times[0]) / (self.num_output - 1)
 

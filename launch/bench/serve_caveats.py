@@ -98,8 +98,8 @@ def _of_tokens(report: dict[str, Any], load: Load, pool: Pool) -> list[str]:
         )
     if pieces:
         said.append(
-            f"{pieces} answers came in one piece, all events at one moment: held back on the way; "
-            "their TPOT and ITL say nothing"
+            f"{pieces} answers came in one piece, all events read at one moment (held back before, "
+            "or read late here): they have no TPOT and no ITL, and keep no limit of TPOT"
         )
     tokens = report["tokens"]
     told, cached = tokens["calls_with_input_told"], tokens["calls_with_cached_told"]
@@ -113,7 +113,7 @@ def _of_tokens(report: dict[str, Any], load: Load, pool: Pool) -> list[str]:
     comparable = load.trace is None and load.turns == 1 and told == report["calls"]["sent"]
     if comparable and held and abs(held - asked) > (0.25 if pool.exact else 1.0) * asked:
         said.append(
-            f"prompts are {held / told:.1f} tokens by the server's usage, {asked / told:.1f} were "
+            f"prompts are {held / told:.0f} tokens by the server's usage, {asked / told:.0f} were "
             "asked for"
         )
     return said

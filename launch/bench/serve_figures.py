@@ -16,7 +16,6 @@ from launch.bench.serve_call import CUT, Call
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 BINS = 60  # of the picture of throughput over time
 EXAMPLES = 3  # of what a kind of error said
-_PIECE = 4  # events that no server makes within one reading of a socket
 _BUSY, _COARSE = 0.85, 0.25  # share of a core; of a figure that timers may be late by
 
 
@@ -28,11 +27,11 @@ class Limits:
     tpot_ms: float | None = None
 
     def kept_by(self, call: Call) -> bool:
-        """A call of one token has no time a token; one of more that came in a single event hides
-        it, and keeps no limit of it."""
+        """A call of one token has no time a token; one of more that came at once hides it, and
+        keeps no limit of it."""
         if not call.good or call.ttft is None:
             return False
-        if self.tpot_ms is not None and call.in_one_event:
+        if self.tpot_ms is not None and call.at_once:
             return False
         if self.ttft_ms is not None and 1e3 * call.ttft > self.ttft_ms:
             return False
@@ -60,7 +59,10 @@ def latency(values: Iterable[float]) -> dict[str, float] | None:
 
 def gaps(call: Call) -> list[float]:
     """Seconds between events of a call, whatever number of tokens each brought: what can be seen of
-    every server alike. How many they bring is told beside it (`tokens_an_event`)."""
+    every server alike. How many they bring is told beside it (`tokens_an_event`). None of an answer
+    whose events were read at one moment."""
+    if call.in_one_piece:
+        return []
     return [b - a for a, b in zip(call.times, call.times[1:], strict=False)]
 
 
@@ -132,15 +134,10 @@ def figures(
         "tokens_an_event": tokens_an_event(good),
         "not_streamed": {
             "in_one_event": sum(x.in_one_event for x in good),
-            "in_one_piece": sum(_in_one_piece(x) for x in good),
+            "in_one_piece": sum(x.in_one_piece for x in good),
         },
         "tokens_are": tokens_are(calls),
     }
-
-
-def _in_one_piece(call: Call) -> bool:
-    """Several events were read at one moment: they waited for each other on the way."""
-    return len(call.times) >= _PIECE and call.times[0] == call.times[-1]
 
 
 def tokens_are(calls: Sequence[Call]) -> str:

@@ -153,6 +153,7 @@ def _climb(run: Run, load: Load, rates: list[float] | None) -> dict[str, Any]:
         "points": sorted(points, key=lambda x: float(x["rate"])),
         "knee": None if knee is None else knee["rate"],  # asked for
         "knee_delivered": None if knee is None else knee["pace"]["delivered"] * load.turns,
+        "knee_came": None if knee is None else knee["pace"]["offered"] * load.turns,
         "knee_whole_run": (
             None if knee is None else knee["throughput"]["all"]["requests_per_second"]
         ),

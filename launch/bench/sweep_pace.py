@@ -74,9 +74,12 @@ def pace_of(calls: Sequence[Call]) -> Pace:
         keeps_up = False if sure else None
     else:
         keeps_up = True if seconds >= LONG * took else None
+    # Never more than was seen to end of what came in the same time; by chance more or fewer calls
+    # come in it than on average.
     over = [at + x for at, x in good]
     ended = (len(good) - 1) / max(max(over) - min(over), 1e-9)
-    return Pace(offered, min(offered * share, ended), seconds, keeps_up)  # never more than was seen
+    came = (len(later) - 1) / max(later[-1][0] - later[0][0], 1e-9)
+    return Pace(offered, offered * min(share, ended / came), seconds, keeps_up)
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

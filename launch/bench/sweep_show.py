@@ -52,7 +52,8 @@ def verdict(report: dict[str, Any]) -> list[str]:
         if report["settings"]["turns"] > 1:
             said[0] = said[0].replace("calls/s", "conversations/s")
         said += [
-            f"  steady: {number(report['knee_delivered'])} answers/s there while calls kept coming",
+            f"  steady: {number(report['knee_delivered'])} answers/s there while calls kept coming "
+            f"({number(report['knee_came'])} calls/s came)",
             f"  answers/s: {number(report['knee_whole_run'])} there from the first call to the "
             "last answer, the server's filling and emptying included",
         ]
