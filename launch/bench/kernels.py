@@ -87,7 +87,9 @@ def _show(rows: list[Row], reason: str, limits: Limits, threads: int) -> None:
             f"{row.gflops:.0f}",
             f"{row.of_peak:.0%}",
             f"{row.gbytes:.1f}",
-            f"{row.of_read:.0%}",
+            f"{row.of_read:.0%}" + (" *" if row.of_read > 1 else ""),
         )
     console.print(table)
     console.print("ratio: torch's time over ours, median of pairs; -: torch has no such kernel")
+    if any(row.of_read > 1 for row in rows):
+        console.print("*: more than memory gives: what it read lay in the caches")
