@@ -1,4 +1,4 @@
-"""RoPE in the interpreter, against complex numbers in float64."""
+"""RoPE against complex numbers in float64, and rows into the cache, in the interpreter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.rope import rope, rope_twin
+from models.deepseek.kernels.gpu.scatter_rows import scatter_rows, scatter_rows_twin
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,3 +48,23 @@ def test_wrong_shapes_are_refused() -> None:
         rope(x, torch.zeros(2, dtype=torch.int32), table)
     with pytest.raises(ShapeRefused, match="out"):
         rope(x, torch.zeros(2, dtype=torch.int64), table, torch.zeros(2, 2, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rank", "dim"), [(1, 1), (40, 6), (64, 16)])
+def test_scatter_rows(dtype: torch.dtype, rank: int, dim: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    layer = torch.randn(5, 4, rank + dim, generator=random).to(dtype)
+    source = torch.randn(4, rank + dim + 2, generator=random).to(dtype)
+    latent, key = source[:, :rank], source[:, rank : rank + dim]
+    slots = torch.tensor([7, -1, 19, 20])
+    want = layer.clone()
+    scatter_rows_twin(want, latent, key, slots)
+    scatter_rows(layer, latent, key, slots)
+    assert torch.equal(layer, want)
+    scatter_rows(layer, latent[:0], key[:0], slots[:0])
+    assert torch.equal(layer, want)
+    with pytest.raises(ShapeRefused, match="slots"):
+        scatter_rows(layer, latent, key, slots.int())
+    with pytest.raises(ShapeRefused, match="layer"):
+        scatter_rows(layer[:, :2], latent, key, slots)

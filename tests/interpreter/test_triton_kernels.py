@@ -78,7 +78,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def load(checkpoint: Path, kernels: Kernels, weights: str = "auto") -> DeepSeekModel:
+def load(
+    checkpoint: Path, kernels: Kernels, weights: str = "auto", deterministic: bool = True
+) -> DeepSeekModel:
     return load_model(
         checkpoint,
         dtype=torch.bfloat16,
@@ -86,6 +88,7 @@ def load(checkpoint: Path, kernels: Kernels, weights: str = "auto") -> DeepSeekM
         group=SINGLE,
         dispatcher_factory=lambda config: LocalDispatcher(SINGLE, config),
         weights=weights,
+        deterministic=deterministic,
     )
 
 
@@ -95,11 +98,42 @@ def logits(model: DeepSeekModel, prompt: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(("name", "weights"), CASES)
 def test_logits_of_a_model(checkpoints: dict[str, Path], name: str, weights: str) -> None:
-    """Logits of size 1. bf16: both round at the same places, by sums in another order, and a value
-    next to a middle falls to either side: some hundredths after two layers. A pick of another
-    expert, which such a value can cause, would show as some tenths; these prompts have none."""
+    """Logits of size 1. bf16: both round at the same places but for probabilities of attention,
+    which the kernel rounds to bf16 as well: some hundredths after two layers. In e4m3 such a last
+    bit moves codes by a sixteenth: some hundredths in the mean (as much as a rounding of the twin's
+    own attention to bf16 makes); the first row attends to itself alone, with probability 1, and
+    has none of it. A pick of another expert would show as some tenths; these prompts have none."""
     got = logits(load(checkpoints[name], TritonKernels(), weights), PROMPT)
     want = logits(load(checkpoints[name], W8A8(), weights), PROMPT)
+    off = (got - want).abs()
     assert got.isfinite().all() and 0.5 < float(want.std()) < 2
-    assert float((got - want).abs().max()) < 0.03
-    assert torch.equal(got.argmax(dim=1), want.argmax(dim=1))
+    if weights == "fp8":
+        assert float(off[0].max()) < 1e-5
+        assert float(off.square().mean(dim=1).sqrt().max()) < 0.1
+    else:
+        assert float(off.max()) < 0.03
+        assert torch.equal(got.argmax(dim=1), want.argmax(dim=1))
+
+
+def test_steps_give_what_one_step_gives(checkpoints: dict[str, Path]) -> None:
+    """Chunks of a prompt, then a token beside another sequence: the same logits but for the last
+    bits of products, whose order in the interpreter follows a row's place in its tile."""
+    model = load(checkpoints["v3"], TritonKernels())
+    runner = OfflineRunner(model, num_blocks=8)
+    whole = runner.step({0: PROMPT}).logits[0]
+    runner = OfflineRunner(model, num_blocks=8)
+    first = runner.step({1: PROMPT[:3], 2: [9]}).logits[1]
+    rest = runner.step({2: [8], 1: PROMPT[3:]}).logits[1]
+    assert float((torch.cat((first, rest)) - whole).abs().max()) < 0.03
+
+
+def test_fast_mode_expands_long_prompts(checkpoints: dict[str, Path]) -> None:
+    """Naive attention for a sequence with many new tokens, absorbed for the one beside it."""
+    model = load(checkpoints["v3"], TritonKernels(), deterministic=False)
+    twin = load(checkpoints["v3"], W8A8(), deterministic=False)
+    model._naive_from = twin._naive_from = 4
+    steps = {0: PROMPT, 1: [7, 8]}
+    got = OfflineRunner(model, num_blocks=8).step(steps).logits
+    want = OfflineRunner(twin, num_blocks=8).step(steps).logits
+    for sequence in steps:
+        assert float((got[sequence] - want[sequence]).abs().max()) < 0.03

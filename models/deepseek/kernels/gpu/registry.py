@@ -25,6 +25,7 @@ MODULES: tuple[str, ...] = (
     "row_peaks",
     "dense",
     "rope",
+    "scatter_rows",
 )
 
 

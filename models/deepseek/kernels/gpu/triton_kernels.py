@@ -1,26 +1,22 @@
 """TritonKernels: base.Kernels on a CUDA device, or on CPU tensors in Triton's interpreter.
 
-Made of the kernels in this package: triton_dense.py chooses among GEMMs. Nothing here waits for the
-device, so a step can be captured into a graph. Knows when these kernels can run and when not.
+Made of the kernels in this package: triton_dense.py chooses among GEMMs, triton_attention.py joins
+MLA's. But for naive attention (fast mode, long prefill) nothing waits for the device, so a step can
+be captured into a graph. Knows when these kernels can run and when not.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from models.deepseek.kernels.base import AbsorbedMla, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT, INTERPRETED, triton
-from models.deepseek.kernels.gpu.rope import rope
-from models.deepseek.kernels.gpu.triton_dense import TritonDense
-from models.deepseek.kernels.mla_parts import mla_by_parts
-from models.deepseek.kernels.torch_kernels import TorchKernels
+from models.deepseek.kernels.gpu.triton_attention import TritonAttention
 
 LEAST_CAPABILITY = (8, 9)  # the first with e4m3 in its matrix units
 
 
-class TritonKernels(TritonDense):
+class TritonKernels(TritonAttention):
     name = "triton"
     fp8_is_fast = True
 
@@ -29,19 +25,6 @@ class TritonKernels(TritonDense):
         what is missing in words."""
         super().__init__(_usable(device))
         self.description, self.build = _describe(self.device)
-
-    def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
-        return None
-
-    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        return rope(x, positions, cos_sin)
-
-    write_cache = TorchKernels.write_cache
-    latent_attention = TorchKernels.latent_attention
-    naive_attention = TorchKernels.naive_attention
-
-    def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
-        return mla_by_parts(self, weights, shape, cos_sin)
 
 
 def _usable(device: torch.device | str | None) -> torch.device:

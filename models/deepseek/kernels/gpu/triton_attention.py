@@ -1,0 +1,169 @@
+"""The attention half of TritonKernels: one layer as a chain of launches over the paged cache.
+
+Absorbed form: projections, latents written (one launch), queries into latent space beside their
+rotated part (no copy joins them), decode kernel, back through W_UV. Naive form: keys and values
+expanded chunk by chunk. What a step's attention is cut into is planned once and kept for its other
+layers: the plan belongs to the batch object.
+
+Knows the kernels of MLA. Shape letters as in kernels/base.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dispatch.base import ScaleFormat
+from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, MlaWeights
+from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.gpu.dense import dense_per_head
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
+from models.deepseek.kernels.gpu.mla_cache import write_latents
+from models.deepseek.kernels.gpu.mla_decode import mla_decode
+from models.deepseek.kernels.gpu.mla_plan import DecodePlan, plan_decode
+from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
+from models.deepseek.kernels.gpu.mla_prefill_plan import PrefillPlan, plan_prefill
+from models.deepseek.kernels.gpu.mla_rows import check_widths
+from models.deepseek.kernels.gpu.norm_quant import rms_norm_quantise
+from models.deepseek.kernels.gpu.rope import rope
+from models.deepseek.kernels.gpu.scatter_rows import scatter_rows
+from models.deepseek.kernels.gpu.triton_dense import TritonDense, heads_of
+from models.deepseek.kernels.gpu.weights import TritonFp8LinearWeight
+from models.interface import ForwardBatch
+
+Plan = TypeVar("Plan")
+
+
+class PlansOfBatch:
+    """The last plan of each kind, for as long as its batch is the one at hand."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Any, Any]] = {}
+
+    def get(self, kind: str, batch: ForwardBatch, make: Callable[[], Plan]) -> Plan:
+        held = self._held.get(kind)
+        if held is not None and held[0]() is batch:
+            plan: Plan = held[1]
+            return plan
+        plan = make()
+        self._held[kind] = weakref.ref(batch), plan
+        return plan
+
+
+class TritonAttention(TritonDense):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._plans = PlansOfBatch()
+
+    def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+        try:
+            check_widths(shape.rank, shape.rope_dim, dtype, "attention with")
+        except ShapeRefused as refused:
+            return str(refused)
+        sizes = shape.nope_dim, shape.value_dim
+        if not deterministic and any(n < 16 or n & (n - 1) for n in sizes):
+            return (
+                f"nope dim {sizes[0]}, value dim {sizes[1]}: attention in fast mode takes powers "
+                "of two of 16 or more"
+            )
+        return None
+
+    def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        return rope(x, positions, cos_sin)
+
+    def write_cache(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Slots of -1 are written nowhere."""
+        scatter_rows(layer, latent, k_rope, slot_mapping)
+
+    def latent_attention(
+        self, q_latent: Tensor, q_rope: Tensor, layer: Tensor, batch: ForwardBatch, scale: float
+    ) -> Tensor:
+        queries = torch.cat((q_latent, q_rope), dim=-1)
+        return self._attend(queries, q_rope.shape[-1], layer, batch, scale)
+
+    def naive_attention(
+        self,
+        q: Tensor,
+        layer: Tensor,
+        kv_b: LinearWeight,
+        batch: ForwardBatch,
+        scale: float,
+        value_dim: int,
+    ) -> Tensor:
+        """Lengths are asked of the device once a step. Sequences without trees of drafts only:
+        those have too few new tokens to be here."""
+        heads, rank = q.shape[1], kv_b.in_features
+        nope = kv_b.out_features // heads - value_dim
+        plan = self._plans.get("prefill", batch, lambda: _plan_prefill(batch))
+
+        def expand(latents: Tensor) -> Tensor:
+            return self.linear(latents, kv_b).view(-1, heads, nope + value_dim)
+
+        return mla_prefill(
+            q, layer, batch.block_tables, plan, expand, scale,
+            rank=rank, nope=nope, value=value_dim,
+        )[0]  # fmt: skip
+
+    def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
+        w, s = weights, shape
+        to_latent, from_latent = heads_of(w.w_uk, s.num_heads), heads_of(w.w_uv, s.num_heads)
+
+        def run(x: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
+            rows = x.shape[0]
+            joined = self.linear(x, w.qkv_a)
+            split = joined.shape[1] - s.rank - s.rope_dim
+            q, latent, key = joined.tensor_split((split, split + s.rank), dim=1)
+            write_latents(
+                latent, key, w.kv_a_norm, s.norm_eps, batch.positions, cos_sin,
+                batch.slot_mapping, layer,
+            )  # fmt: skip
+            if w.q_b is not None:
+                assert w.q_a_norm is not None
+                q = self._norm_linear(q, w.q_a_norm, s.norm_eps, w.q_b)
+            q = q.view(rows, s.num_heads, s.nope_dim + s.rope_dim)
+            queries = torch.empty(
+                rows, s.num_heads, s.rank + s.rope_dim, dtype=x.dtype, device=x.device
+            )
+            dense_per_head(q[..., : s.nope_dim], to_latent, out=queries[..., : s.rank])
+            rope(q[..., s.nope_dim :], batch.positions, cos_sin, out=queries[..., s.rank :])
+            attended = self._attend(queries, s.rope_dim, layer, batch, s.scale)
+            out = dense_per_head(attended, from_latent)
+            return self.linear(out.view(rows, s.num_heads * s.value_dim), w.o)
+
+        return run
+
+    def _norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+        """linear(rms_norm(x)); in e4m3 the norm is quantised as it is computed."""
+        if not isinstance(weight, TritonFp8LinearWeight):
+            return self.linear(self.rms_norm(x, norm, eps), weight)
+        rows = rms_norm_quantise(x, norm, eps, ScaleFormat.F32_COLUMN, ue8m0=weight.ue8m0)
+        return fp8_gemm(rows.values, rows.scales, weight.codes, weight.scales, x.dtype)
+
+    def _attend(
+        self, queries: Tensor, rope_dim: int, layer: Tensor, batch: ForwardBatch, scale: float
+    ) -> Tensor:
+        """queries [T, H, c + r] -> [T, H, c]."""
+        heads, rank = queries.shape[1], queries.shape[2] - rope_dim
+
+        def make() -> DecodePlan:
+            return plan_decode(batch, heads, rank)
+
+        plan = self._plans.get("decode", batch, make)
+        if plan.num_rows != queries.shape[0]:
+            raise KernelArgumentError(
+                f"{queries.shape[0]} rows of queries: the batch has {plan.num_rows}"
+            )
+        return mla_decode(queries, layer, plan, batch.block_tables, scale, rope=rope_dim)[0]
+
+
+def _plan_prefill(batch: ForwardBatch) -> PrefillPlan:
+    starts, context = batch.query_start.tolist(), batch.context_len.tolist()
+    new = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return plan_prefill(context, new, batch.positions.device)
