@@ -24,8 +24,11 @@ from models.deepseek.random_families import family_config
 from models.offline import OfflineRunner
 
 SINGLE = EPGroup.single()
-SMALL = {"num_hidden_layers": 2, "vocab_size": 256}
-PROMPT = [3, 250, 17, 99, 4]
+SMALL = {
+    "num_hidden_layers": 2, "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128,
+    "n_routed_experts": 8, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+PROMPT = [3, 120, 17, 99, 4]
 CASES = [("v3", "auto"), ("v2-lite", "auto"), ("v3-fp8", "fp8"), ("v3-pow2", "fp8")]
 
 
