@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
@@ -23,6 +28,42 @@ def test_a_checkpoint_in_place_of_a_command_is_offline(words: list[str]) -> None
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, ConfigError)
     assert any("'/gone': no such folder" in problem for problem in error.problems)
+
+
+def test_a_result_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    for words in (
+        ["bench", "offline", "/gone", "--json=/nowhere/a.json"],
+        ["bench", "serve", "http://127.0.0.1:1", "--json=/nowhere/a.json"],
+        ["bench", "sweep", "http://127.0.0.1:1", "--plot=/nowhere/a.png"],
+    ):
+        error = CliRunner().invoke(app, words).exception
+        assert isinstance(error, ConfigError) and "no folder '/nowhere'" in str(error), error
+    error = CliRunner().invoke(app, ["bench", "serve", "x", f"--json={tmp_path}"]).exception
+    assert isinstance(error, ConfigError) and "is a folder" in str(error)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_table_of_offline_ends_in_json_where_a_program_reads_it(
+    terminal: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from launch.bench.offline import PARTS, Row, show
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(checkpoint=Path("tiny")), parallel=SimpleNamespace(ep=1)
+    )
+    row = Row("decode", 1, 8, 4, 10.0, 100.0, 3, dict.fromkeys(PARTS, 1.0), [10.0])
+    show([row], config, {"dtype": "float32"}, 1, tmp_path / "a.json", {})
+    said = capsys.readouterr()
+    assert "decode" in said.out and "written: " in said.err
+    last = said.out.splitlines()[-1]
+    assert last.startswith('{"format"') is not terminal
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["tokens_per_second"] == 10.0
 
 
 def test_spread_and_percentiles_are_measured_values() -> None:

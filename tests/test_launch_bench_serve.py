@@ -419,7 +419,7 @@ def test_a_warm_up_that_fails_altogether_ends_it(peer: Peer, tmp_path: Path) -> 
     peer.handler.ways = ["500"]
     result, report = bench(peer.url, tmp_path)
     assert isinstance(result.exception, MoeserveError) and not report
-    assert "http 500: it broke" in str(result.exception)
+    assert "every call failed: http 500: it broke" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launch.bench.machine import cpu_name
 from launch.bench.room import with_room
 from launch.bench.screen import last_line, wide_console
+from launch.bench.serve_flags import unwritable
 from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
 from launch.settings import Given
@@ -89,6 +90,7 @@ class Bench:
             problems += output_problems("--record-experts", self.record_experts)
         if self.trace is not None:
             problems += file_problems("--trace", self.trace)
+        problems += unwritable("--json", self.json)
         config = given.resolve(own=problems, on_rank=env is not None)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
@@ -354,5 +356,5 @@ def show(
     if file is not None:
         file.write_text(json.dumps(result, indent=1, default=str) + "\n")
         say(f"written: {file}")
-    if not console.is_terminal:  # nobody reads it there: --json FILE keeps it
+    if not sys.stdout.isatty():  # nobody reads it there: --json FILE keeps it
         last_line(result)

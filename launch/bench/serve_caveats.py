@@ -46,7 +46,8 @@ def caveats(
         said.append(f"{report['settings']['warmup']} calls before these{each} do not count")
     if report["gpus_are"] == "CPU ranks":
         said.append(
-            "the server computes on CPUs: 'a GPU' here is a rank, which is a process on the CPU"
+            "the server computes on CPUs: a rank is a process, and its figures are none of a "
+            "GPU"
         )
     if report["gpus_are"] == "ranks":
         said.append("what the ranks compute on is not known: /debug/state wants --admin-key")

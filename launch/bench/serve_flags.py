@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -134,14 +135,26 @@ class Ask:
             problems.append(f"--endpoint {self.endpoint!r}: valid are chat, completions")
         if (self.turns or 1) > 1 and self.endpoint == "completions":
             problems.append(f"--turns {self.turns}: a conversation needs --endpoint chat")
-        for file in (self.json, self.html, self.record):
-            if file is not None and not file.resolve().parent.is_dir():
-                problems.append(f"{file}: no folder {str(file.parent)!r} to write it to")
+        files = {"--json": self.json, "--html": self.html, "--record": self.record}
+        for flag, file in files.items():
+            problems += unwritable(flag, file)
         return problems
 
     @property
     def is_chat(self) -> bool:
         return self.endpoint == "chat" or (self.endpoint is None and (self.turns or 1) > 1)
+
+
+def unwritable(flag: str, file: Path | None) -> list[str]:
+    """Why a result could not be written there, before anything is measured."""
+    if file is None:
+        return []
+    folder = file.parent
+    if not folder.is_dir():
+        return [f"{flag} {file}: no folder {str(folder)!r} to write it to"]
+    if not os.access(folder, os.W_OK):
+        return [f"{flag} {file}: the folder cannot be written to"]
+    return [f"{flag} {file}: is a folder"] if file.is_dir() else []
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,9 @@ class Run:
             raise KeyboardInterrupt
         failed = [x for x in done.calls if not x.good]
         if failed and len(failed) == len(done.calls) and not self.ask.allow_errors:
-            worst = failed[0]
-            raise MoeserveError(f"warm-up: every call failed: {worst.fault}: {worst.detail}")
+            said = dict.fromkeys(f"{x.fault}: {x.detail}" for x in failed)
+            example = ", for example" if len(said) > 1 else ""
+            raise MoeserveError(f"warm-up: every call failed{example}: {next(iter(said))}")
 
     def _warm(self, load: Load) -> Warm | None:
         """One turn a call. Of a trace the lengths are taken, not the prompts: a server that keeps

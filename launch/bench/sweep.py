@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.serve_call import Fault
-from launch.bench.serve_flags import Ask
+from launch.bench.serve_flags import Ask, unwritable
 from launch.bench.serve_load import Load
 from launch.bench.serve_run import Run
 from launch.bench.sweep_pace import LONG, pace_of
@@ -45,6 +45,8 @@ class Sweep:
         from launch.bench.serve import INTERRUPTED, need_pictures, write_json
 
         rates = self._rates()
+        if problems := unwritable("--plot", self.plot):
+            raise ConfigError(problems)
         load = replace(replace(ask, rate=1.0).load(), rate=None)
         if load.seconds is not None and ask.requests is not None:
             raise ConfigError(["sweep: give --seconds or --requests, of each rate"])

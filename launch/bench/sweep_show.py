@@ -10,10 +10,12 @@ from launch.bench.serve_show import number
 if TYPE_CHECKING:
     from rich.console import Console
 
-HEADS = (
-    "rate", "steady", "answers/s", "good/s", "kept", "keeps up", "out tok/s a node", "a GPU",
-    "TTFT p50", "p99", "TPOT p50", "p99", "failed",
-)  # fmt: skip
+
+def heads(report: dict[str, Any]) -> list[str]:
+    return [
+        "rate", "steady", "answers/s", "good/s", "kept", "keeps up", "out tok/s a node",
+        f"a {report['gpus_are'].removesuffix('s')}", "TTFT p50", "p99", "TPOT p50", "p99", "failed",
+    ]  # fmt: skip
 
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
@@ -82,7 +84,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{report['model']}: {settings['input_tokens']} tokens in, {settings['output_tokens']} out"
     )
     table = Table(title=title, title_justify="left")
-    for name in HEADS:
+    for name in heads(report):
         table.add_column(name, justify="right")
     for row in rows(report):
         table.add_row(*row)
@@ -205,7 +207,7 @@ def page(report: dict[str, Any]) -> str:
     from launch.bench.report_html import whole_page
     from launch.bench.report_plots import as_svg
 
-    head = "".join(f"<th>{html.escape(x)}</th>" for x in HEADS)
+    head = "".join(f"<th>{html.escape(x)}</th>" for x in heads(report))
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in rows(report)
