@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from models.deepseek.fp8 import Fp8Rows, linear_w8a8
 from models.deepseek.kernels.base import Kernels
+from models.deepseek.kernels.gpu.triton_attention import PlansOfBatch
 from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
 from models.deepseek.kernels.gpu.weights import TritonFp8ExpertWeights, TritonFp8LinearWeight
 from models.deepseek.kernels.torch_kernels import TorchKernels
@@ -21,6 +23,7 @@ from models.deepseek.load import load_model
 from models.deepseek.model import DeepSeekModel
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
+from models.interface import ForwardBatch
 from models.offline import OfflineRunner
 
 SINGLE = EPGroup.single()
@@ -140,3 +143,26 @@ def test_fast_mode_expands_long_prompts(checkpoints: dict[str, Path]) -> None:
     want = OfflineRunner(twin, num_blocks=8).step(steps).logits
     for sequence in steps:
         assert float((got[sequence] - want[sequence]).abs().max()) < 0.03
+
+
+def test_a_plan_is_kept_for_its_batch_alone() -> None:
+    def batch() -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=torch.zeros(1, dtype=torch.int64),
+            positions=torch.zeros(1, dtype=torch.int64),
+            slot_mapping=torch.zeros(1, dtype=torch.int64),
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_len=torch.ones(1, dtype=torch.int32),
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            logits_rows=torch.zeros(0, dtype=torch.int64),
+            max_query_len=1,
+            max_context_len=1,
+        )
+
+    plans, one, other = PlansOfBatch(), batch(), batch()
+    made = iter(range(9))
+    get = partial(plans.get, make=lambda: next(made))
+    assert [get("a", one), get("a", one), get("b", one), get("a", other)] == [0, 0, 1, 2]
+    assert [get("a", one), get("a", one)] == [3, 3]
+    one.positions.fill_(5)
+    assert [get("a", one), get("a", one)] == [4, 4]

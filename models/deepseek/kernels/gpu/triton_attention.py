@@ -40,19 +40,32 @@ Plan = TypeVar("Plan")
 
 
 class PlansOfBatch:
-    """The last plan of each kind, for as long as its batch is the one at hand."""
+    """The last plan of each kind, for as long as its batch is the one at hand.
+
+    A batch is complete when made; one whose tensors are written to later counts as another, as far
+    as torch tells (inference tensors do not). While a graph is captured a plan made before does not
+    count: its kernels must be in the graph. A batch object is captured once."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Any, Any]] = {}
+        self._held: dict[str, tuple[Any, tuple[object, ...], Any]] = {}
 
     def get(self, kind: str, batch: ForwardBatch, make: Callable[[], Plan]) -> Plan:
+        state = _state(batch)
         held = self._held.get(kind)
-        if held is not None and held[0]() is batch:
-            plan: Plan = held[1]
+        if held is not None and held[0]() is batch and held[1] == state:
+            plan: Plan = held[2]
             return plan
         plan = make()
-        self._held[kind] = weakref.ref(batch), plan
+        self._held[kind] = weakref.ref(batch), state, plan
         return plan
+
+
+def _state(batch: ForwardBatch) -> tuple[object, ...]:
+    """What tells a batch from itself later."""
+    tensors = batch.positions, batch.query_start, batch.context_len, batch.ancestors
+    versions = [-1 if t is None or t.is_inference() else t._version for t in tensors]
+    on_gpu = batch.positions.device.type == "cuda"
+    return (*versions, on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 class TritonAttention(TritonDense):
