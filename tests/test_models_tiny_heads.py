@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from launch.cli import app
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.tiny.evaluate import generate
 from models.deepseek.tiny.heads.draft import Lesson, make_draft, read_draft, write_draft
@@ -27,6 +29,8 @@ from moeserve.speculate.eagle import EagleHead, eagle_forward, load_eagle
 from moeserve.speculate.head_file import HeadFile
 
 TINY = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
+DRAFTERS = TINY.parent / "tiny-drafters"
+KINDS = ("eagle", "medusa", "draft")
 VOCAB, SIZE = 96, 32
 
 
@@ -217,3 +221,32 @@ def test_a_draft_that_is_the_target_is_always_right(net: Network) -> None:
     assert right[0, :, 7:-1].all() and right[1, :, 7:-2].all() and right[2, :, 7:-3].all()
     drafted, accepted, number = runs(right[:, 0], 7, 3)
     assert accepted == drafted == [number] * 3 and number > 0
+
+
+# -- the bundled drafters -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bundled_drafters_are_what_their_cards_say(kind: str) -> None:
+    folder = DRAFTERS / kind
+    assert (folder / "model.safetensors").stat().st_size < 3_000_000
+    told = json.loads((folder / "eval.json").read_text())
+    assert told["temperature"] == 0 and len(told["acceptance"]) == told["depth"] >= 3
+    assert told["acceptance"] == sorted(told["acceptance"], reverse=True)
+    card = (DRAFTERS / "README.md").read_text()
+    assert f"{told['acceptance'][0]:.2f}" in card and f"{told['mean_accepted']:.2f}" in card
+
+
+def test_bundled_drafters_draft_in_the_engine() -> None:
+    """The heads get the features that they were trained on, at the right places: what they draft is
+    accepted about as often as their figures say, and no token changes."""
+    words = [x for kind in KINDS for x in ("--speculate", f"{kind}:{DRAFTERS / kind}:2")]
+    size = ["--prompt-length", "48", "--output-length", "48", "--repeat", "1", "--warmup", "0"]
+    command = ["bench", "speculate", str(TINY), *words, *size, "--batch", "6"]
+    done = CliRunner().invoke(app, [*command, "--threads", "1", "--json", "-q"])
+    assert done.exit_code == 0, done.output
+    for kind, row in zip(KINDS, json.loads(done.stdout.splitlines()[-1])["rows"], strict=True):
+        told = json.loads((DRAFTERS / kind / "eval.json").read_text())
+        assert row["same_tokens"] is True and row["drafter"].startswith(kind)
+        assert row["acceptance"][0] > told["acceptance"][0] - 0.2, kind
+        assert row["mean_accepted"] > 0.6 * sum(told["acceptance"][:2]), kind
