@@ -249,4 +249,4 @@ def test_bundled_drafters_draft_in_the_engine() -> None:
         told = json.loads((DRAFTERS / kind / "eval.json").read_text())
         assert row["same_tokens"] is True and row["drafter"].startswith(kind)
         assert row["acceptance"][0] > told["acceptance"][0] - 0.2, kind
-        assert row["mean_accepted"] > 0.6 * sum(told["acceptance"][:2]), kind
+        assert row["mean_accepted"] > 0.4 * sum(told["acceptance"][:2]), kind
