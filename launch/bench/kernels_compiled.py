@@ -44,7 +44,7 @@ class KernelCompilation:
     def run(self, as_json: bool) -> int:
         """The exit code: 1 when something is worse than recorded. ConfigError where triton is
         missing, for a name that is not there, for a kernel that does not compile."""
-        from models.deepseek.kernels.gpu.compiled import faults, gone, read_record
+        from models.deepseek.kernels.gpu.compiled import faults, gone, key_of, read_record
         from models.deepseek.kernels.gpu.errors import CompileFailed, TritonMissing
         from models.deepseek.kernels.gpu.language import need_triton
         from models.deepseek.kernels.gpu.registry import all_cases
@@ -92,7 +92,10 @@ class KernelCompilation:
         ]
         if not self.only:
             worse += [f"{name}: recorded, and there no more" for name in gone(cases, record)]
+        new = sum(key_of(report) not in record for report in reports) if record else 0
         _show(reports, worse, seconds, triton.__version__, version)
+        if new:
+            print(f"not recorded: {new} of {len(reports)}; --renew records them")
         if as_json:
             last_line(
                 {
@@ -100,6 +103,7 @@ class KernelCompilation:
                     "triton": triton.__version__,
                     "recorded_with": version,
                     "worse": worse,
+                    "not_recorded": new,
                     "seconds": seconds,
                     "machine": describe_machine(),
                 }
