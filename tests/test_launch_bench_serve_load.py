@@ -277,9 +277,11 @@ def test_itl_is_between_events_of_our_server_and_of_a_peer_alike() -> None:
         assert several.num_output == 4 and several.tpot == pytest.approx(1 / 3)
         assert gaps(several) == [1.0]
         assert figures([several], 1, 1, Limits())["tokens_an_event"] == 2.0
-    pieces = call(0, 0.0, [1.0] * 4)  # read at one moment: nothing tells how long a token took
-    assert pieces.tpot is None and gaps(pieces) == [] and pieces.in_one_piece
-    assert Limits().kept_by(pieces) and not Limits(tpot_ms=1000).kept_by(pieces)
+    for moments in ([1.0] * 4, [1.0, 1.00005, 1.0001, 1.00015]):
+        pieces = call(0, 0.0, moments)  # nothing tells how long a token took
+        assert pieces.tpot is None and gaps(pieces) == [] and pieces.in_one_piece
+        assert Limits().kept_by(pieces) and not Limits(tpot_ms=1000).kept_by(pieces)
+    assert not call(0, 0.0, [1.0, 1.0]).at_once and call(0, 0.0, [1.0, 1.0]).tpot == 0.0
     unknown = call(0, 0.0, [1.0, 2.0])
     unknown.output_tokens = None
     assert figures([peers, unknown], 1, 1, Limits())["tokens_an_event"] is None

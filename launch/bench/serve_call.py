@@ -21,7 +21,8 @@ import msgspec
 CUT = "cut short here"  # the run was stopped by whoever started it: no fault of the server
 _DONE = b"[DONE]"
 _AFTER_DONE = 1.0  # seconds
-_PIECE = 4  # events that no server makes within one reading of a socket
+_PIECE = 4  # events of which it can be told
+_SOONEST = 1e-4  # seconds a token: no model computes one sequence so fast
 _FINE = ("stop", "length", "tool_calls", "function_call", "content_filter")
 _decode = msgspec.json.Decoder().decode
 
@@ -145,8 +146,10 @@ class Call:
 
     @property
     def in_one_piece(self) -> bool:
-        """Several events were read at one moment: they had waited for each other."""
-        return len(self.times) >= _PIECE and self.times[0] == self.times[-1]
+        """Several events were read at about one moment: they had waited for each other."""
+        if len(self.times) < _PIECE:
+            return False
+        return self.times[-1] - self.times[0] < _SOONEST * (len(self.times) - 1)
 
     @property
     def at_once(self) -> bool:

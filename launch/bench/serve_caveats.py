@@ -46,8 +46,7 @@ def caveats(
         said.append(f"{report['settings']['warmup']} calls before these{each} do not count")
     if report["gpus_are"] == "CPU ranks":
         said.append(
-            "the server computes on CPUs: a rank is a process, and its figures are none of a "
-            "GPU"
+            "the server computes on CPUs: a rank is a process, and its figures are none of a GPU"
         )
     if report["gpus_are"] == "ranks":
         said.append("what the ranks compute on is not known: /debug/state wants --admin-key")
@@ -99,8 +98,8 @@ def _of_tokens(report: dict[str, Any], load: Load, pool: Pool) -> list[str]:
         )
     if pieces:
         said.append(
-            f"{pieces} answers came in one piece, all events read at one moment (held back before, "
-            "or read late here): they have no TPOT and no ITL, and keep no limit of TPOT"
+            f"{pieces} answers came in one piece, all events at about one moment (held back before "
+            "they came, or read late here): they have no TPOT and no ITL, and keep no limit of TPOT"
         )
     tokens = report["tokens"]
     told, cached = tokens["calls_with_input_told"], tokens["calls_with_cached_told"]
