@@ -63,7 +63,11 @@ def sample(
     logits: Tensor, sequences: Seq[Row], softmax_of: Collection[int] = frozenset()
 ) -> Sampled:
     """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place. softmax_of:
-    rows whose probabilities are wanted beside their token."""
+    rows whose probabilities are wanted beside their token. On CUDA: sampler_device.py."""
+    if logits.device.type == "cuda":
+        from moeserve.sampler_device import sample_on_device  # has kernels, and imports this
+
+        return sample_on_device(logits, sequences, softmax_of)
     needs = 0
     for sequence in sequences:
         needs |= sequence.needs
