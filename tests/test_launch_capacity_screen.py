@@ -64,6 +64,7 @@ def test_the_verdict_is_the_second_line() -> None:
 def test_nothing_is_predicted_where_memory_does_not_hold_it() -> None:
     screen = shown(*UNFIT)
     assert "27.8 GB missing" in screen and "29.4 GB missing" in screen
+    assert "Times are predicted" not in screen
     assert not re.search(r"-\d", screen.replace("deepseek-v3", "").replace("--gpus", ""))
     for word in ("tokens/s", "TTFT,", "TPOT", "$", "a step of"):
         assert word not in screen, word
@@ -169,6 +170,16 @@ def test_plurals() -> None:
     assert "(1 node)" in one and "1 sequence " in one and "MTP, 1 draft at" in one
     assert "(2 nodes)" in many and "2 sequences" in many and "MTP, 2 drafts at" in many
     assert not re.search(r"\b1 (nodes|sequences|drafts|slots|GPUs|layouts)\b", one + many)
+
+
+def test_a_check_says_how_many_rules() -> None:
+    late = ["deepseek-v3", "--gpus", "144", "--gpu", "h800", "--tpot", "1ms", "--check"]
+    done = CliRunner().invoke(app, ["plan", *late])
+    assert str(done.exception) == "--check: 1 rule is violated"
+    found = ["plan", str(TINY), "--search", "--gpu", "h100", "--max-gpus", "1"]
+    found += ["--tpot", "0.000001"]
+    done = CliRunner().invoke(app, [*found, "--check"])
+    assert str(done.exception) == "--check: 1 phase has no layout within the limits"
 
 
 def test_a_wrong_preset_is_the_only_thing_that_is_wrong() -> None:

@@ -19,6 +19,7 @@ from launch.capacity.deployment import Deployment
 from launch.capacity.memory import dispatch_config, group_of, memory, sequences_that_fit
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
 from launch.capacity.remedies import WARNING, Violation, errors, mended
+from moeserve.terminal import counted
 
 BLOCK = 128  # of FP8 scales
 # What `--dispatch auto` takes, the first that no rule forbids: as `serve --dispatch auto` does.
@@ -106,7 +107,8 @@ def _layout(d: Deployment) -> Iterator[Violation]:
         yield Violation(
             "slots divide",
             f"{d.slots} slots ({m.n_routed_experts + d.hosted} experts + {d.redundant} redundant) "
-            f"over {d.gpus} GPUs: {d.slots_per_gpu} each, so {empty} stay empty",
+            f"over {d.gpus} GPUs: {d.slots_per_gpu} each, so {empty} "
+            f"{'stays' if empty == 1 else 'stay'} empty",
             tuple(("redundant", r) for r in near),
             WARNING,
             by=("redundant",),
@@ -253,7 +255,8 @@ def _memory(d: Deployment, length: float) -> Iterator[Violation]:
         fits = f": at most {most}" if most else ""
         yield Violation(
             "KV cache",
-            f"{d.sequences} sequences of {length:.0f} positions do not fit into "
+            f"{counted(d.sequences, 'sequence')} of {length:.0f} positions "
+            f"{'does' if d.sequences == 1 else 'do'} not fit into "
             f"{held.kv / 1e9:.1f} GB{fits}{f', {small} in FP8' if small > most else ''}",
             (("sequences", most),) if most else (),
             by=("sequences",) if most else ("gpus", "sequences"),
@@ -273,13 +276,14 @@ def _host(d: Deployment, node: Node) -> Iterator[Violation]:
     if here * NEEDED_HOST > host:
         yield Violation(
             "host memory",
-            f"{here} ranks need {here * NEEDED_HOST / 1e9:.0f} GB of a node's {host / 1e9:.4g}: "
-            f"at most {int(host // NEEDED_HOST)} ranks a node",
+            f"{counted(here, 'rank')} {'needs' if here == 1 else 'need'} "
+            f"{here * NEEDED_HOST / 1e9:.0f} GB of a node's {host / 1e9:.4g}: at most "
+            f"{counted(int(host // NEEDED_HOST), 'rank')} a node",
         )
     if node.shared_memory is not None and here * NEEDED_SHARED > node.shared_memory:
         yield Violation(
             "shared memory",
-            f"/dev/shm has {node.shared_memory / 1e9:.4g} GB for {here} ranks: needs "
+            f"/dev/shm has {node.shared_memory / 1e9:.4g} GB for {counted(here, 'rank')}: needs "
             f"{here * NEEDED_SHARED / 1e9:.0f} GB, or at most "
-            f"{int(node.shared_memory // NEEDED_SHARED)} ranks a node",
+            f"{counted(int(node.shared_memory // NEEDED_SHARED), 'rank')} a node",
         )

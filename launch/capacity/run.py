@@ -20,6 +20,7 @@ from launch.capacity.search import Found, Ratio, ratio, search
 from launch.capacity.searching import told
 from launch.capacity.validate import Validation, validate
 from moeserve.errors import ConfigError, MoeserveError
+from moeserve.terminal import counted
 
 PICTURES = (".png", ".svg", ".html")
 
@@ -95,7 +96,8 @@ class Run:
             show_plan(plan, console)
 
         self._tell(plan.as_json(), show)
-        self._end(len(plan.errors), "rules are violated" if len(plan.errors) > 1 else "rule is")
+        wrong = len(plan.errors)
+        self._end(f"{counted(wrong, 'rule')} {'are' if wrong > 1 else 'is'} violated", wrong)
 
     def _search(self, asked: Asked) -> None:
         found = [
@@ -128,7 +130,9 @@ class Run:
             show_search(found, shares, asked, console)
 
         self._tell(said, show)
-        self._end(sum(f.best is None for f in found), "phases have no layout within the limits")
+        none = sum(f.best is None for f in found)
+        verb = "have" if none > 1 else "has"
+        self._end(f"{counted(none, 'phase')} {verb} no layout within the limits", none)
 
     def _validate(self) -> None:
         found: Validation = validate()
@@ -156,9 +160,9 @@ class Run:
                 console.print(f"picture: {self.plot}", markup=False)
         sys.stdout.flush()
 
-    def _end(self, wrong: int, what: str) -> None:
+    def _end(self, said: str, wrong: int) -> None:
         if self.check and wrong:
-            raise RulesViolated(f"--check: {wrong} {what}")
+            raise RulesViolated(f"--check: {said}")
 
 
 def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         show_violations(r, console)
     for note in dict.fromkeys(x for r in plan.reports for x in r.notes):
         console.print(f"[dim]{escape(note)}[/]")
-    console.print(f"[dim]{ASSUMED}[/]")
+    if any(r.predicted is not None for r in plan.reports):
+        console.print(f"[dim]{ASSUMED}[/]")
 
 
 def size_told(number: float) -> str:
@@ -98,7 +99,8 @@ def show_violations(r: Report, console: Console) -> None:
         console.print(f"[green]{phase}: no rule is violated[/]")
         return
     wrong = len(errors(r.violations))
-    said = f"{wrong} rule{'s are' if wrong != 1 else ' is'} violated"
+    said = f"{counted(wrong, 'rule')} {'are' if wrong > 1 else 'is'} violated"
+    said = said if wrong else "no rule is violated"
     said += f", {len(r.violations) - wrong} to know of" if wrong < len(r.violations) else ""
     rules = Table(box=SIMPLE)
     rules.add_column("rule")
