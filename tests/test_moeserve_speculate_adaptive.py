@@ -127,7 +127,13 @@ def test_without_spread_the_prior_says_what_a_token_costs() -> None:
     assert costs.a_round == pytest.approx(0.2 * costs.step(1, 0), rel=1e-3)
     for _ in range(50):
         model.add(8, 0.014, rounds=4, drafting=0.004)
-    assert model.costs().a_round == pytest.approx(MS, rel=1e-3)
+    told = model.costs()
+    assert told.step(0, 4) - told.step(0, 0) == pytest.approx(4 * MS, rel=1e-3)
+    for i in range(50):
+        model.add(8, 0.014, rounds=1 + i % 5, drafting=0.002 + 0.0005 * (1 + i % 5))
+    told = model.costs()
+    assert told.a_draft == pytest.approx(2 * MS, rel=0.25)
+    assert told.a_round == pytest.approx(0.5 * MS, rel=0.25)
 
 
 @settings(max_examples=60, deadline=None)

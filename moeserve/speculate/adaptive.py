@@ -35,6 +35,7 @@ LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
 PROBE, PROBE_STEPS = 256, 2
 LOOK = 8
+FEW, HOLD_BEFORE = 4, 16
 
 Counts = NDArray[np.int64]
 
@@ -170,6 +171,11 @@ class AdaptiveDepth:
         """Whether the ranks offer anything this time: at depth 0 only now and then."""
         return self.depth > 0 or self._off % LOOK == 0 or self._off + 1 >= PROBE
 
+    def holds(self, num: int) -> bool:
+        """Whether a rank keeps what drafters want of num sequences, at depth 0: always where they
+        are few, since drafts may soon pay again; else before a trial."""
+        return num <= FEW or self._off + HOLD_BEFORE >= PROBE
+
     def pass_by(self) -> int:
         """A step in which somebody decodes and nobody looks."""
         self._off += 1
@@ -190,6 +196,10 @@ class FixedDepth:
     def __init__(self, depth: int) -> None:
         assert depth >= 1
         self.max_depth = self.depth = depth
+
+    def holds(self, num: int) -> bool:
+        """There are no pauses."""
+        return False
 
     def share(self, room: Seq[int], most: int) -> list[int]:
         """Drafts of each sequence. room: what limits and blocks allow; most: in all. Who has least

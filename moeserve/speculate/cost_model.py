@@ -6,7 +6,7 @@ the edge of what is usual. Where all steps had about the same n there is no slop
 prior's share of slope to fixed is kept, so that the model never takes drafts to be free because it
 has not tried any.
 
-draft(d) = rounds * round: a round's seconds are a mean with forgetting, robust alike.
+draft(d) = draft + d * round: the same fit over the rounds of a step, d of them; none cost nothing.
 
 Knows: seconds and counts, in whole nanoseconds where ranks must agree. Pure: no clock.
 """
@@ -19,7 +19,9 @@ from math import isfinite
 KEEP = 0.98  # weight that a step keeps with each later one: about the last 50 steps count
 USUAL = 3.0  # a step may be off by so many times the usual deviation before it is held back
 SLOPE = 0.04  # prior: one more token costs so much of a step of none
-TRUST = 0.1
+TRUST = 0.1  # how far off the prior may well be, of a mean step
+ROUND = 0.1  # prior: a round over a step of one token, before any was run
+ROUNDS = 3.0  # prior: a round over what drafting costs besides
 
 
 class LineFit:
@@ -78,31 +80,40 @@ class LineFit:
 @dataclass(frozen=True)
 class Costs:
     """Whole nanoseconds, so that they travel in a vote and mean the same on every rank. fixed and
-    a_token: of a step of the target; a_round: of a round of drafting (of all ranks together)."""
+    a_token: of a step of the target; a_round: of a round of drafting (of all ranks together);
+    a_draft: of drafting at all, however deep."""
 
     fixed: int
     a_token: int
     a_round: int
+    a_draft: int = 0
 
     def step(self, num_tokens: int, rounds: int) -> int:
         """num_tokens: the most of any rank."""
-        return self.fixed + self.a_token * num_tokens + self.a_round * rounds
+        drafting = self.a_draft + self.a_round * rounds if rounds else 0
+        return self.fixed + self.a_token * num_tokens + drafting
 
     @property
     def is_known(self) -> bool:
         return self.fixed + self.a_token > 0
 
-    def ratio(self, num_tokens: int = 1) -> float:
-        """c of Leviathan's theorem at so many tokens without drafts."""
-        whole = self.step(num_tokens, 0)
-        return self.a_round / whole if whole else 0.0
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """For a vote."""
+        return self.fixed, self.a_token, self.a_round, self.a_draft
+
+    def ratio(self, rounds: int = 1, num_tokens: int = 1) -> float:
+        """c of Leviathan's theorem: a round, where so many are run, over a step of so many tokens
+        without drafts."""
+        whole, rounds = self.step(num_tokens, 0), max(rounds, 1)
+        return (self.a_round + self.a_draft / rounds) / whole if whole else 0.0
 
 
 class CostModel:
-    def __init__(self, slope: float = SLOPE, round_share: float = 0.1) -> None:
+    def __init__(self, slope: float = SLOPE, round_share: float = ROUND) -> None:
         """round_share: prior, a round of drafting over a step of one token."""
         self._step = LineFit(slope)
-        self._round = LineFit(0.0)
+        self._drafting = LineFit(ROUNDS)
         self._round_share = round_share
 
     def add(self, num_tokens: int, seconds: float, rounds: int = 0, drafting: float = 0.0) -> None:
@@ -110,7 +121,7 @@ class CostModel:
         took `drafting` in so many rounds. Steps with prefills tell nothing about decodes."""
         self._step.add(float(num_tokens), seconds)
         if rounds > 0:
-            self._round.add(0.0, drafting / rounds)
+            self._drafting.add(float(rounds), drafting)
 
     @property
     def is_known(self) -> bool:
@@ -121,6 +132,7 @@ class CostModel:
         if not self.is_known:
             return Costs(0, 0, 0)
         fixed, slope = self._step.line
-        share = self._round_share * (fixed + slope)
-        a_round = self._round(0.0) if self._round.num_points else share
-        return Costs(*(int(round(x * 1e9)) for x in (fixed, slope, a_round)))
+        a_draft, a_round = 0.0, self._round_share * (fixed + slope)
+        if self._drafting.num_points:
+            a_draft, a_round = self._drafting.line
+        return Costs(*(int(round(x * 1e9)) for x in (fixed, slope, a_round, a_draft)))

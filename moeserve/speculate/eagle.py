@@ -143,25 +143,50 @@ def eagle_forward(
     """embedded, hidden [m, D]: of the next token of each row, and the row's feature; positions [m];
     mask [m, P + m]: what each row attends to, itself included -> features [m, D] and each layer's
     keys and values with these rows behind the past."""
+    x, (grown,) = eagle_forward_many(head, embedded, hidden, positions, [past], [mask])
+    return x, grown
+
+
+def eagle_forward_many(
+    head: EagleHead,
+    embedded: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    pasts: Seq[Seq[Past]],
+    masks: Seq[Tensor],
+) -> tuple[Tensor, list[list[Past]]]:
+    """The rows of several sequences, one sequence's behind another's: `eagle_forward` of each, with
+    products over all rows at once."""
+    counts = [len(mask) for mask in masks]
     x = linear(torch.cat([embedded, hidden], -1).to(head.fc.dtype), head.fc, head.fc_bias)
     cos, sin = _angles(head, positions)
-    grown: list[Past] = []
-    for layer, (old_keys, old_values) in zip(head.layers, past, strict=True):
+    grown: list[list[Past]] = [[] for _ in pasts]
+    for number, layer in enumerate(head.layers):
         m, dim = len(x), head.head_dim
         y = x if layer.input_norm is None else _norm(x, layer.input_norm, head.eps)
-        q = _rotate(linear(y, layer.q).view(m, -1, dim), cos, sin)
-        keys = torch.cat([old_keys, _rotate(linear(y, layer.k).view(m, -1, dim), cos, sin)])
-        values = torch.cat([old_values, linear(y, layer.v).view(m, -1, dim)])
-        grown.append((keys, values))
-        repeats = head.num_heads // keys.shape[1]
-        k, v = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-        scores = torch.einsum("mhd,phd->hmp", q.float(), k.float()) * dim**-0.5
-        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
-        attended = torch.einsum("hmp,phd->mhd", weights, v.float()).to(x.dtype).reshape(m, -1)
-        x = x + linear(attended, layer.o)
+        q = torch.split(_rotate(linear(y, layer.q).view(m, -1, dim), cos, sin), counts)
+        k = torch.split(_rotate(linear(y, layer.k).view(m, -1, dim), cos, sin), counts)
+        v = torch.split(linear(y, layer.v).view(m, -1, dim), counts)
+        parts = []
+        for s, mask in enumerate(masks):
+            old_keys, old_values = pasts[s][number]
+            keys, values = torch.cat([old_keys, k[s]]), torch.cat([old_values, v[s]])
+            grown[s].append((keys, values))
+            parts.append(_attend(q[s], keys, values, mask))
+        x = x + linear(torch.cat(parts).to(x.dtype).reshape(m, -1), layer.o)
         y = _norm(x, layer.post_norm, head.eps)
         x = x + linear(silu(linear(y, layer.gate)) * linear(y, layer.up), layer.down)
     return x, grown
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """q [m, H, d], keys and values [P + m, G, d], mask [m, P + m] -> [m, H, d] fp32."""
+    repeats = q.shape[1] // keys.shape[1]
+    if repeats > 1:
+        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = q.float().transpose(0, 1) @ keys.float().permute(1, 2, 0) * q.shape[2] ** -0.5
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    return (weights @ values.float().transpose(0, 1)).transpose(0, 1)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,6 +4,8 @@ Chains follow what the sampler would choose (`drafter.choose_drafts`). Trees (ma
 max_depth) are grown level by level: each of the `width` likeliest nodes of a level gets its `width`
 likeliest tokens; of all that were seen the max_nodes likeliest paths are drafted.
 
+All sequences of a step go through the head together, but for the levels of trees.
+
 What it holds of a sequence are rows of accepted tokens alone: those of drafts are dropped at once.
 Rows before a prefix-cache hit or a pause are not there; the head then attends to what it has.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from moeserve.continuation import Continuation
 from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
-from moeserve.speculate.eagle import EagleHead, Past, eagle_forward
+from moeserve.speculate.eagle import EagleHead, Past, eagle_forward_many
 from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.tree import Candidate, DraftTree, best_nodes, chain
 from moeserve.speculate.verify import Rule
@@ -45,6 +47,31 @@ class _Known:
     def rewind(self, end: int) -> None:
         keep = max(end - self.start, 0)
         self.past = [(k[:keep], v[:keep]) for k, v in self.past]
+
+
+@dataclass
+class _Rows:
+    """Of one run of the head: of several sequences, one behind another."""
+
+    tokens: list[int] = field(default_factory=list)  # the one after each row
+    hidden: list[Tensor] = field(default_factory=list)  # [m, D] of each sequence
+    positions: list[int] = field(default_factory=list)
+    pasts: list[Seq[Past]] = field(default_factory=list)
+    masks: list[Tensor] = field(default_factory=list)  # [m, P + m] of each sequence
+
+    def add(
+        self,
+        tokens: Seq[int],
+        hidden: Tensor,
+        positions: Seq[int],
+        past: Seq[Past],
+        mask: Tensor,
+    ) -> None:
+        self.tokens += tokens
+        self.hidden.append(hidden)
+        self.positions += positions
+        self.pasts.append(past)
+        self.masks.append(mask)
 
 
 class EagleDrafter:
@@ -78,7 +105,16 @@ class EagleDrafter:
     ) -> list[DraftTree]:
         """See Drafter."""
         with one_thread():
-            return [self._one(ask, min(depth, self.max_depth)) for ask in asks]
+            depth = min(depth, self.max_depth)
+            features = self._keep_up(asks)
+            if self.max_nodes <= self.max_depth:
+                return self._chains(asks, features, depth)
+            return [
+                DraftTree()
+                if feature is None or depth <= 0 or ask.most <= 0
+                else best_nodes(self._grow(ask, feature, depth), min(ask.most, self.max_nodes))
+                for ask, feature in zip(asks, features, strict=True)
+            ]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         known = self._known.get(sequence.request_id)
@@ -95,57 +131,77 @@ class EagleDrafter:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _one(self, ask: DraftAsk, depth: int) -> DraftTree:
-        feature = self._keep_up(ask)
-        if feature is None or depth <= 0 or ask.most <= 0:
-            return DraftTree()
-        if self.max_nodes <= self.max_depth:
-            return self._chain(ask, feature, min(depth, ask.most))
-        return best_nodes(self._grow(ask, feature, depth), min(ask.most, self.max_nodes))
+    def _keep_up(self, asks: Seq[DraftAsk]) -> list[Tensor | None]:
+        """Put the new rows behind what is known -> the last one's feature [1, D] of each."""
+        rows = _Rows()
+        places: list[int] = []
+        for i, ask in enumerate(asks):
+            if ask.hidden is None or not len(ask.hidden):
+                continue
+            sequence, first, m = ask.sequence, ask.first, len(ask.hidden)
+            known = self._known.get(sequence.request_id)
+            if known is None or not known.start <= first <= known.end:
+                known = self._known[sequence.request_id] = _Known(first, self._head.no_past())
+            known.rewind(first)
+            past, own = first - known.start, torch.arange(m)
+            mask = torch.arange(past + m) <= past + own[:, None]
+            tokens = sequence.tokens[first + 1 : first + m + 1]
+            rows.add(tokens, ask.hidden, range(first, first + m), known.past, mask)
+            places.append(i)
+        found: list[Tensor | None] = [None] * len(asks)
+        if places:
+            features, pasts = self._forward(rows)
+            for i, feature, past_of in zip(places, features, pasts, strict=True):
+                self._known[asks[i].sequence.request_id].past = past_of
+                found[i] = feature[-1:]
+        return found
 
-    def _keep_up(self, ask: DraftAsk) -> Tensor | None:
-        """Put the new rows behind what is known -> the last one's feature [1, D]."""
-        if ask.hidden is None or not len(ask.hidden):
-            return None
-        sequence, first = ask.sequence, ask.first
-        known = self._known.get(sequence.request_id)
-        if known is None or not known.start <= first <= known.end:
-            known = self._known[sequence.request_id] = _Known(first, self._head.no_past())
-        known.rewind(first)
-        m = len(ask.hidden)
-        past, rows = first - known.start, torch.arange(m)
-        mask = torch.arange(past + m) <= past + rows[:, None]
-        tokens = sequence.tokens[first + 1 : first + m + 1]
-        features, known.past = self._forward(tokens, ask.hidden, first + rows, known.past, mask)
-        return features[-1:]
-
-    def _forward(
-        self, tokens: Seq[int], hidden: Tensor, positions: Tensor, past: Seq[Past], mask: Tensor
-    ) -> tuple[Tensor, list[Past]]:
+    def _forward(self, rows: _Rows) -> tuple[list[Tensor], list[list[Past]]]:
+        """-> each sequence's features [m, D], and its keys and values with these rows."""
         device = self._embed.device
-        embedded = self._embed[torch.tensor(list(tokens), device=device)]
-        return eagle_forward(
-            self._head, embedded, hidden, positions.to(device), past, mask.to(device)
+        embedded = self._embed[torch.tensor(rows.tokens, device=device)]
+        positions = torch.tensor(rows.positions, device=device)
+        masks = [mask.to(device) for mask in rows.masks]
+        hidden = torch.cat(rows.hidden)
+        features, pasts = eagle_forward_many(
+            self._head, embedded, hidden, positions, rows.pasts, masks
         )
+        return list(torch.split(features, [len(mask) for mask in masks])), pasts
 
-    def _chain(self, ask: DraftAsk, feature: Tensor, depth: int) -> DraftTree:
-        known = self._known[ask.sequence.request_id]
-        past, end = known.past, known.end
-        tokens: list[int] = []
-        probs: list[Doubles] = []
+    def _chains(
+        self, asks: Seq[DraftAsk], features: Seq[Tensor | None], depth: int
+    ) -> list[DraftTree]:
+        """A round a draft, with a row of each sequence that goes on."""
+        tokens: list[list[int]] = [[] for _ in asks]
+        probs: list[list[Doubles]] = [[] for _ in asks]
+        going = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
+        known = [self._known.get(ask.sequence.request_id) for ask in asks]
+        pasts = {i: k.past for i in going if (k := known[i]) is not None}
+        last = {i: feature for i in going if (feature := features[i]) is not None}
         for d in range(depth):
-            after = Continuation(ask.sequence, tuple(tokens))
-            found, dists = choose_drafts(self._logits_of(feature), [after], self._rule)
-            if found[0] is None:
+            going = [i for i in going if len(tokens[i]) == d and d < asks[i].most]
+            if not going:
                 break
-            tokens.append(found[0])
-            if dists[0] is not None:
-                probs.append(dists[0])
-            if d + 1 < depth:
-                mask = torch.ones(1, end + d + 1 - known.start, dtype=torch.bool)
-                at = torch.tensor([end + d])
-                feature, past = self._forward(tokens[-1:], feature, at, past, mask)
-        return chain(tokens, probs or None)
+            after = [Continuation(asks[i].sequence, tuple(tokens[i])) for i in going]
+            logits = self._logits_of(torch.cat([last[i] for i in going]))
+            found, dists = choose_drafts(logits, after, self._rule)
+            for i, token, q in zip(going, found, dists, strict=True):
+                if token is not None:
+                    tokens[i].append(token)
+                    if q is not None:
+                        probs[i].append(q)
+            going = [i for i in going if len(tokens[i]) == d + 1 < min(depth, asks[i].most)]
+            rows = _Rows()
+            for i in going:
+                before = known[i]
+                assert before is not None
+                mask = torch.ones(1, before.end + d + 1 - before.start, dtype=torch.bool)
+                rows.add(tokens[i][-1:], last[i], [before.end + d], pasts[i], mask)
+            if going:
+                made, grown = self._forward(rows)
+                last.update(zip(going, made, strict=True))
+                pasts.update(zip(going, grown, strict=True))
+        return [chain(t, p or None) for t, p in zip(tokens, probs, strict=True)]
 
     def _grow(self, ask: DraftAsk, feature: Tensor, depth: int) -> list[Candidate]:
         known = self._known[ask.sequence.request_id]
@@ -177,7 +233,9 @@ class EagleDrafter:
                     mask[row, column[at]] = True
                     at = found[at].parent
             hidden = feature[[row for _, _, row in chosen]]
-            positions = torch.full((len(chosen),), known.end + d)
+            positions = [known.end + d] * len(chosen)
             tokens = [found[number].token for number in frontier]
-            feature, past = self._forward(tokens, hidden, positions, past, mask)
+            rows = _Rows()
+            rows.add(tokens, hidden, positions, past, mask)
+            (feature,), (past,) = self._forward(rows)
         return found

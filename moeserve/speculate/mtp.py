@@ -10,11 +10,12 @@ overwrite them, so nothing needs to be undone.
 Collective: the layer is an MoE layer. A step of depth d is d rounds on every rank, of no rows where
 a rank has none. What fails on one rank alone ends its drafts, not its rounds (`failure`).
 
-A pause (steps of depth 0) leaves positions without latents, and their hidden states are gone. The
-sequence then goes on as one that began in the block of the pause's end, which changes no relative
-position; what of that block was never written is zeroed. Blocks from the prefix cache are taken as
-they are: the last latent of a shared block was made with another sequence's next token, which may
-change a draft and never an output.
+A pause (steps of depth 0) leaves positions without latents. Hidden states of the last HELD of them
+may have been kept (`hold`): they are caught up with in round 0. Where that does not reach back to
+the pause's beginning, the sequence goes on as one that began in the block of the first of them,
+which changes no relative position; what of that block was never written is zeroed. Blocks from the
+prefix cache are taken as they are: the last latent of a shared block was made with another
+sequence's next token, which may change a draft and never an output.
 
 Several MTP layers: the first one is fed back, as with one. Needs blocks up to the position
 len(tokens) - 3 + most of each ask (`most_within`).
@@ -55,6 +56,9 @@ class _Known:
     end: int
 
 
+HELD = 32  # rows of a sequence, in a pause
+
+
 class Rounds(Protocol):
     """Who runs the layer: a CausalLM, or the engine's runner."""
 
@@ -91,6 +95,7 @@ class MtpDrafter:
         self.max_depth = self.max_nodes = max_depth
         self.failure: str | None = None  # of the last propose: why this rank drafted nothing
         self._known: dict[str, _Known] = {}
+        self._held: dict[str, tuple[int, Tensor]] = {}  # first position, rows [m, D]
 
     @torch.inference_mode()
     def propose(
@@ -129,10 +134,29 @@ class MtpDrafter:
     def forget(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
             self._known.pop(request_id, None)
+            self._held.pop(request_id, None)
+
+    @torch.inference_mode()
+    def hold(self, asks: Seq[DraftAsk]) -> None:
+        """In a step of depth 0: keep what it computed, the last HELD rows of each sequence."""
+        for ask in asks:
+            if ask.hidden is None or not len(ask.hidden):
+                continue
+            first, rows = self._with_held(ask)
+            kept = rows[-HELD:]
+            first += len(rows) - len(kept)
+            self._held[ask.sequence.request_id] = first, kept.clone()
+
+    def drop_held(self) -> None:
+        self._held.clear()
+
+    def num_held(self, request_id: str) -> int:
+        held = self._held.get(request_id)
+        return 0 if held is None else len(held[1])
 
     def memory_bytes(self) -> int:
-        """Its weights and pages are counted with the model's."""
-        return 0
+        """Its weights and pages are counted with the model's: what pauses keep."""
+        return sum(rows.nbytes for _, rows in self._held.values())
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -142,26 +166,36 @@ class MtpDrafter:
         for i, ask in enumerate(asks):
             if ask.hidden is None or not len(ask.hidden):
                 continue
-            end = ask.first + len(ask.hidden)
-            self._follow(ask, end)
-            parts.append(ask.hidden.to(self._no_rows.dtype))
-            following = ask.sequence.tokens[ask.first + 1 : end + 1]
-            assert len(following) == len(ask.hidden), "the token after a row is not known"
-            self._add(rows, i, ask, ask.first, following, ask.most > 0)
+            first, hidden = self._with_held(ask)
+            self._held.pop(ask.sequence.request_id, None)
+            end = first + len(hidden)
+            self._follow(ask, first, end)
+            parts.append(hidden.to(self._no_rows.dtype))
+            following = ask.sequence.tokens[first + 1 : end + 1]
+            assert len(following) == len(hidden), "the token after a row is not known"
+            self._add(rows, i, ask, first, following, ask.most > 0)
         return rows, torch.cat(parts)
 
-    def _follow(self, ask: DraftAsk, end: int) -> None:
+    def _with_held(self, ask: DraftAsk) -> tuple[int, Tensor]:
+        """The ask's first position and hidden rows, behind those that were kept before them."""
+        assert ask.hidden is not None
+        held = self._held.get(ask.sequence.request_id)
+        if held is None or held[0] + len(held[1]) != ask.first:
+            return ask.first, ask.hidden
+        return held[0], torch.cat([held[1], ask.hidden])
+
+    def _follow(self, ask: DraftAsk, first: int, end: int) -> None:
         known = self._known.get(ask.sequence.request_id)
         if known is None:
             known = self._known[ask.sequence.request_id] = _Known(0, end)
-        elif ask.first > known.end:  # after a pause
+        elif first > known.end:  # after a pause
             size = self._cache.block_size
-            known.base = ask.first // size * size
+            known.base = first // size * size
             lease = ask.sequence.lease
             assert lease is not None
-            block = lease.table.ids[ask.first // size]
-            self._pages[block, : ask.first - known.base] = 0
-        elif ask.first < known.base:
+            block = lease.table.ids[first // size]
+            self._pages[block, : first - known.base] = 0
+        elif first < known.base:
             known.base = 0
         known.end = end
 

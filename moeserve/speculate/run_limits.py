@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moeserve.request import FinishReason
 from moeserve.sequence import Sequence
@@ -26,8 +27,7 @@ class ThinkingLimit:
     most: int
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What of the run counts. num_tokens: of the run's tokens. reason: None while it goes on."""
 
     num_tokens: int

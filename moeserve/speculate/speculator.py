@@ -32,7 +32,7 @@ from moeserve.speculate.acceptance import Acceptance, mean_rate, predicted_speed
 from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth
 from moeserve.speculate.cost_model import CostModel, Costs
 from moeserve.speculate.drafter import DraftAsk, Drafter
-from moeserve.speculate.mtp import most_within
+from moeserve.speculate.mtp import MtpDrafter, most_within
 from moeserve.speculate.run_limits import draft_room
 from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
@@ -65,7 +65,7 @@ class Speculator:
         self._runner, self._scheduler, self._rank = runner, scheduler, rank
         self._step = Agreed()
         self._max_next = 0  # sequences of any rank that may draft in this step
-        self._num_decode_rows = 0
+        self._num_prefill_rows = self._num_held = 0  # of round 0
         self.depth = 0
         self.num_rounds = self.num_failures = 0
         self.seconds = self.last_seconds = 0.0
@@ -80,7 +80,7 @@ class Speculator:
     @property
     def num_columns(self) -> int:
         """Of a vote."""
-        return 1 if isinstance(self.policy, FixedDepth) else 2 * (self.policy.max_depth + 1) + 3
+        return 1 if isinstance(self.policy, FixedDepth) else 2 * (self.policy.max_depth + 1) + 5
 
     def offer(self, plan: StepPlan) -> Seq[int]:
         """This rank's columns: first the sequences that may draft at the step's end."""
@@ -88,9 +88,9 @@ class Speculator:
         if isinstance(policy, FixedDepth):
             return (num,)
         costs = self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)
-        told = (costs.fixed, costs.a_token, costs.a_round)
+        told = costs.numbers
         if not num or not policy.looks:
-            return (num, *(0,) * (2 * policy.max_depth + 1), *told)
+            return (num, *(0,) * (2 * policy.max_depth + 1), *told, 0)
         members = [plan.sequences[i] for i in plan.sampled]
         reach = self.acceptance.reaches([s.request_id for s in members])
         # The step adds a token at least, and the target one to the drafts.
@@ -99,12 +99,18 @@ class Speculator:
         rows: Seq[int] = offer.rows
         if self._fan > 1:
             rows = [num + ceil((x - num) * self._fan) for x in rows]
-        return (*rows, *offer.expected, *told)
+        held = 0
+        if isinstance(self.drafter, MtpDrafter):
+            held = sum(self.drafter.num_held(s.request_id) for s in members)
+            if held > self._scheduler.limits.token_budget - plan.num_tokens:
+                self.drafter.drop_held()  # round 0 may be no larger than a step
+                held = 0
+        return (*rows, *offer.expected, *told, held)
 
     def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
         """columns [R, num_columns]: of all ranks."""
         self._step = Agreed(max_tokens, decode_only)
-        self._max_next = int(columns[:, 0].max())
+        self._max_next, self._num_held = int(columns[:, 0].max()), 0
         policy = self.policy
         if not self._max_next:
             self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
@@ -113,8 +119,9 @@ class Speculator:
         elif policy.looks:
             width = policy.max_depth + 1
             tokens = columns[:, width : 2 * width].sum(axis=0)
-            costs = Costs(*columns[0, 2 * width :].tolist())
+            costs = Costs(*columns[0, 2 * width : -1].tolist())
             self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
+            self._num_held = int(columns[:, -1].max())
         else:
             self.depth = policy.pass_by()
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
@@ -134,10 +141,12 @@ class Speculator:
         plan's sequences are gone. What it raises, peers may wait for."""
         self.last_seconds = 0.0
         if not self.depth:
+            if isinstance(self.drafter, MtpDrafter) and self.policy.holds(len(plan.sampled)):
+                self.drafter.hold(self._asks(plan, hidden, result)[0])
             return
         start = time.perf_counter()
         verdicts = {} if result is None else result.verdicts
-        asks, self._num_decode_rows = self._asks(plan, hidden, result)
+        asks, self._num_prefill_rows = self._asks(plan, hidden, result)
         for j, verdict in verdicts.items():
             i = plan.sampled[j]
             if plan.sequences[i].lease is not None:
@@ -163,10 +172,10 @@ class Speculator:
         """For drafters that run collective rounds: hears of each before it."""
         first = number == 0
         self._runner.begin_round(
-            self._step.max_tokens if first else self._max_next,
+            self._step.max_tokens + self._num_held if first else self._max_next,
             self._step.decode_only,
             num_rows,
-            self._num_decode_rows if first else num_rows,
+            num_rows - self._num_prefill_rows if first else num_rows,
         )
 
     def warm_up(self) -> None:
@@ -194,7 +203,7 @@ class Speculator:
     def stats(self) -> SpeculationStats:
         counters, acceptance = self._scheduler.counters, self.acceptance
         runs = acceptance.num_runs
-        ratio = self.costs.costs().ratio()
+        ratio = self.costs.costs().ratio(self.depth, max(self._max_next, 1))
         predicted = 1.0
         if runs and self.depth and self.costs.is_known:
             rate = mean_rate(acceptance.reach(), self.depth)
@@ -224,14 +233,14 @@ class Speculator:
     def _asks(
         self, plan: StepPlan, hidden: Tensor, result: StepResult | None
     ) -> tuple[list[DraftAsk], int]:
-        """Of the plan's sequences that go on; and the rows of them that were decoded."""
+        """Of the plan's sequences that go on; and the rows of them that were prompts."""
         if result is None:
             return [], 0
-        most = self._allot(plan)
+        most = self._allot(plan) if self.depth else {}
         verdicts = {plan.sampled[j]: verdict for j, verdict in result.verdicts.items()}
         wants_hidden = self.drafter.wants_hidden
         asks: list[DraftAsk] = []
-        num_decode_rows, decodes = 0, set(plan.decodes)
+        num_prefill_rows, decodes = 0, set(plan.decodes)
         firsts = [0, *accumulate(plan.counts)]
         # Decodes first, so that load is told by phase (`StepRecorder.begin_round`).
         for i in [*plan.decodes, *(i for i in range(len(plan.sequences)) if i not in decodes)]:
@@ -239,8 +248,8 @@ class Speculator:
             if sequence.lease is None:
                 continue
             num = sequence.num_computed_tokens - start
-            if i in decodes:
-                num_decode_rows += num
+            if i not in decodes:
+                num_prefill_rows += num
             rows: Tensor | None = None
             if wants_hidden:
                 verdict = verdicts.get(i)
@@ -249,7 +258,7 @@ class Speculator:
                 else:
                     rows = hidden[[first + row for row in verdict.rows[:num]]]
             asks.append(DraftAsk(sequence, most.get(i, 0), start, rows))
-        return asks, num_decode_rows
+        return asks, num_prefill_rows
 
     def _allot(self, plan: StepPlan) -> dict[int, int]:
         """Drafts (of a tree, nodes) at most, of those whose next token the next step chooses."""
