@@ -258,6 +258,22 @@ def test_eagle_drafts_as_computed_anew_whatever_was_drafted_before() -> None:
     assert drafter.memory_bytes() == head.nbytes < used
 
 
+def test_eagle_sequences_of_a_step_go_through_the_head_together() -> None:
+    """Of unlike lengths and limits, one without features: each drafts what it drafts alone."""
+    drafter = drafter_of(eagle())
+    members = [sequence(n, name=f"s{n}") for n in (5, 9, 3, 7, 6)]
+    features = [random(len(s.tokens) - 1, D, seed=i) for i, s in enumerate(members)]
+    most = (3, 1, 4, 0, 2)
+    asks = [DraftAsk(s, m, 0, f) for s, m, f in zip(members, most, features, strict=True)]
+    asks.append(DraftAsk(sequence(4, name="no features"), 3))
+    trees = drafter.propose(asks, 3)
+    assert [tree.num_nodes for tree in trees] == [3, 1, 3, 0, 2, 0]
+    for ask, tree in zip(asks[:5], trees, strict=False):
+        assert ask.hidden is not None
+        alone = by_hand(drafter._head, ask.sequence, ask.hidden, tree.num_nodes)
+        assert list(tree.tokens) == alone
+
+
 def test_eagle_goes_on_behind_a_gap_and_after_preemption() -> None:
     drafter = drafter_of(eagle())
     one = sequence(8)
