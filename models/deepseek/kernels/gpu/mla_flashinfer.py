@@ -1,0 +1,159 @@
+"""MLA decode by FlashInfer's paged MLA wrapper: bf16, sm_80 and later.
+
+The only file that imports `flashinfer`. Its plan is made on the host once a step, from lengths that
+the host knows, so it has no place in captured graphs. Versions from 0.7 take canonical metadata and
+packed inputs, earlier ones flat metadata and split inputs, with logarithms to base 2: which one is
+here is told from signatures. Every query row goes as a sequence of its own, see mla_flash_mla.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.mla_adapters import (
+    MlaProblem,
+    MlaStep,
+    StepDecoder,
+    common_refusal,
+    lacking,
+    row_tables,
+)
+
+WORKSPACE = 128 << 20  # bytes: what its documentation names as the usual start
+PLAN = (
+    "num_heads",
+    "head_dim_ckv",
+    "head_dim_kpe",
+    "page_size",
+    "causal",
+    "sm_scale",
+    "q_data_type",
+    "kv_data_type",
+)
+FLAT = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+NEW_PLAN = ("metadata", "query_layout", "kv_cache_layout", "lse_mode")
+NEW_RUN = ("query", "kv_cache", "return_lse", "return_lse_base_on_e")
+OLD_RUN = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "return_lse")
+
+
+class FlashInferMla:
+    """module: in place of the installed `flashinfer.mla`, for tests. One workspace for all steps,
+    made at the first."""
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any = None) -> None:
+        self._module = module
+        self._workspace: Tensor | None = None
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        why = common_refusal(problem, "FlashInfer")
+        if why is not None:
+            return why
+        if problem.arch < 80:
+            return f"FlashInfer wants sm_80 or later, this is sm_{problem.arch}"
+        if problem.graphs:
+            return "FlashInfer plans on the host each step: not inside of captured graphs"
+        module, why = self._load()
+        if why is not None:
+            return why
+        wrapper = module.BatchMLAPagedAttentionWrapper
+        plan, run = (NEW_PLAN, NEW_RUN) if self._is_new(module) else (FLAT, OLD_RUN)
+        return lacking(wrapper.plan, PLAN + plan, "BatchMLAPagedAttentionWrapper.plan") or lacking(
+            wrapper.run, run, "BatchMLAPagedAttentionWrapper.run"
+        )
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
+        why = self.refusal(problem)
+        if why is not None:
+            raise ShapeRefused(why)
+        rows = step.plan.num_rows
+        if step.plan.ancestors is not None:
+            raise ShapeRefused("FlashInfer finds positions by block tables only: no trees")
+        if step.lengths is None or len(step.lengths) != rows:
+            raise ShapeRefused("FlashInfer plans on the host: lengths of all rows are needed there")
+        if not rows:
+            return lambda q, layer: (q[..., : problem.rank], q.new_empty(q.shape[:2]).float())
+        module, _ = self._load()
+        wrapper = module.BatchMLAPagedAttentionWrapper(self._room(step.tables.device))
+        metadata = flat_metadata(step, problem.block_size)
+        settings = {
+            "num_heads": problem.heads,
+            "head_dim_ckv": problem.rank,
+            "head_dim_kpe": problem.rope,
+            "page_size": problem.block_size,
+            "causal": True,
+            "sm_scale": step.scale,
+            "q_data_type": torch.bfloat16,
+            "kv_data_type": torch.bfloat16,
+        }
+        if self._is_new(module):
+            wrapper.plan(
+                metadata=module.MLAPlanMetadata.csr(**metadata), query_layout="packed",
+                kv_cache_layout="packed", lse_mode="basee", **settings,
+            )  # fmt: skip
+
+            def decode(q: Tensor, layer: Tensor) -> tuple[Tensor, Tensor]:
+                out, lse = wrapper.run(
+                    query=q, kv_cache=layer, return_lse=True, return_lse_base_on_e=True
+                )
+                return out, lse
+
+            return decode
+        wrapper.plan(**metadata, **settings)
+
+        def decode_split(q: Tensor, layer: Tensor) -> tuple[Tensor, Tensor]:
+            rank = problem.rank
+            out, lse = wrapper.run(
+                q_nope=q[..., :rank], q_pe=q[..., rank:], ckv_cache=layer[..., :rank],
+                kpe_cache=layer[..., rank:], return_lse=True,
+            )  # fmt: skip
+            return out, lse * math.log(2)
+
+        return decode_split
+
+    def _load(self) -> tuple[Any, str | None]:
+        if self._module is not None:
+            return self._module, None
+        try:
+            return importlib.import_module("flashinfer.mla"), None
+        except Exception as error:  # a wheel for CUDA fails in many ways without it
+            first = (str(error).splitlines() or [""])[0]
+            return None, f"flashinfer cannot be imported: {type(error).__name__}: {first}"
+
+    @staticmethod
+    def _is_new(module: Any) -> bool:
+        run = inspect.signature(module.BatchMLAPagedAttentionWrapper.run).parameters
+        return "kv_cache" in run and hasattr(module, "MLAPlanMetadata")
+
+    def _room(self, device: torch.device) -> Tensor:
+        if self._workspace is None or self._workspace.device != device:
+            self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        return self._workspace
+
+
+def flat_metadata(step: MlaStep, block_size: int) -> dict[str, Tensor]:
+    """qo_indptr, kv_indptr [T + 1], kv_indices (blocks of each row, one after the other),
+    kv_len_arr [T], all int32. What the host decides is made there: one gather on the device."""
+    assert step.lengths is not None
+    lengths = [max(1, n) for n in step.lengths]  # padding: one position of the first sequence
+    blocks = torch.tensor([-(-n // block_size) for n in lengths])
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    starts[1:] = blocks.cumsum(0)
+    row = torch.arange(len(lengths)).repeat_interleave(blocks)
+    column = torch.arange(int(starts[-1])) - starts[:-1].long().repeat_interleave(blocks)
+    _, tables = row_tables(step)
+    device = tables.device
+    return {
+        "qo_indptr": torch.arange(len(lengths) + 1, dtype=torch.int32),
+        "kv_indptr": starts,
+        "kv_indices": tables[row.to(device), column.to(device)].to(torch.int32),
+        "kv_len_arr": torch.tensor(lengths, dtype=torch.int32),
+    }

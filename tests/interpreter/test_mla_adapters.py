@@ -1,0 +1,271 @@
+"""FlashMLA and FlashInfer behind the call of our decode kernel: choice, arguments, results.
+
+The libraries are stand-ins with their real signatures (sgl-flash-mla 1.0.0, flashinfer-python
+0.7.2 and 0.2), which check shapes as they document them and compute in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.mla_adapters import (
+    MlaBackend,
+    MlaProblem,
+    MlaStep,
+    TritonMla,
+    check_against_ours,
+    choose_mla,
+)
+from models.deepseek.kernels.gpu.mla_flash_mla import FlashMla
+from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
+from models.deepseek.kernels.gpu.mla_plan import plan_decode
+from models.interface import ForwardBatch
+
+PROBLEM = MlaProblem(heads=4, rank=512, rope=64, block_size=64, arch=90)
+SCALE = 0.07
+
+
+def attend(q: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = q.double() @ keys.double().T * scale
+    return torch.softmax(scores, 1) @ keys[:, :512].double(), torch.logsumexp(scores, 1)
+
+
+class Meta:
+    lengths: Tensor | None = None
+
+
+def flash_mla(legacy: bool = True, split: bool = True) -> Any:
+    def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Meta, None]:
+        return Meta(), None
+
+    def decode(
+        q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int,
+        tile_scheduler_metadata: Meta, num_splits: None = None,
+        softmax_scale: float | None = None, causal: bool = False,
+        is_fp8_kvcache: bool | None = None, indices: Tensor | None = None,
+        attn_sink: Tensor | None = None, enable_batch_invariant: bool = False,
+        use_legacy: bool = False, kv_format: str | None = None,
+        descale_q: Tensor | None = None, descale_k: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rows, each, heads, width = q.shape
+        assert use_legacy or not split, "dense decoding is legacy"
+        assert (each, width, head_dim_v) == (1, 576, 512) and q.dtype == torch.bfloat16
+        assert k_cache.shape[1:] == (64, 1, 576) and k_cache.dtype == torch.bfloat16
+        assert block_table.shape[0] == rows and block_table.dtype == torch.int32
+        assert cache_seqlens.shape == (rows,) and cache_seqlens.dtype == torch.int32
+        assert (block_table >= 0).all() and (cache_seqlens >= 1).all() and causal
+        meta = tile_scheduler_metadata
+        assert meta.lengths is None or torch.equal(meta.lengths, cache_seqlens)
+        meta.lengths = cache_seqlens
+        out = torch.empty(rows, 1, heads, 512, dtype=q.dtype)
+        lse = torch.empty(rows, heads, 1)
+        for row in range(rows):
+            at = torch.arange(int(cache_seqlens[row]))
+            keys = k_cache[block_table[row].long()[at // 64], at % 64, 0]
+            out[row, 0], lse[row, :, 0] = attend(q[row, 0], keys, softmax_scale or 0.0)
+        return out, lse
+
+    if not split:
+        whole = decode
+
+        def decode(  # type: ignore[no-redef]
+            q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
+            num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False,
+            indices=None, attn_sink=None,
+        ):  # fmt: skip
+            return whole(
+                q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
+                num_splits, softmax_scale, causal,
+            )  # fmt: skip
+
+    return SimpleNamespace(
+        flash_mla_with_kvcache=decode,
+        get_mla_metadata=get_mla_metadata,
+        _loader=SimpleNamespace(has_legacy=lambda: legacy),
+    )
+
+
+class OldWrapper:
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+
+    def plan(
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
+        page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler=False,
+    ) -> None:  # fmt: skip
+        assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, True)
+        for x in (qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+            assert x.dtype == torch.int32 and x.dim() == 1
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        assert len(kv_indices) == int(kv_indptr[-1])
+        pages = kv_indptr[1:] - kv_indptr[:-1]
+        assert torch.equal(pages, -(-kv_len_arr // page_size)) and (kv_indices >= 0).all()
+        self.args = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size, sm_scale, num_heads)
+
+    def run(
+        self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False,
+    ):  # fmt: skip
+        out, lse = self._run(torch.cat((q_nope, q_pe), -1), torch.cat((ckv_cache, kpe_cache), -1))
+        return out, lse / math.log(2)
+
+    def _run(self, q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        _, starts, indices, lengths, page, scale, heads = self.args
+        assert q.shape[1:] == (heads, 576) and cache.shape[1:] == (page, 576)
+        out, lse = torch.empty(len(q), heads, 512, dtype=q.dtype), torch.empty(len(q), heads)
+        for row in range(len(q)):
+            at = torch.arange(int(lengths[row]))
+            blocks = indices[int(starts[row]) : int(starts[row + 1])].long()
+            out[row], lse[row] = attend(q[row], cache[blocks[at // page], at % page], scale)
+        return out, lse
+
+
+class NewWrapper(OldWrapper):
+    def plan(  # type: ignore[override]
+        self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None,
+        head_dim_ckv=None, head_dim_kpe=None, page_size=None, causal=None, sm_scale=None,
+        q_data_type=None, kv_data_type=None, use_profiler=False, *, metadata=None,
+        query_layout=None, kv_cache_layout=None, lse_mode="none",
+    ) -> None:  # fmt: skip
+        assert (query_layout, kv_cache_layout, lse_mode) == ("packed", "packed", "basee")
+        assert qo_indptr is None and metadata is not None
+        super().plan(
+            **metadata, num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe,
+            page_size=page_size, causal=causal, sm_scale=sm_scale, q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+    def run(  # type: ignore[override]
+        self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None,
+        return_lse=False, profiler_buffer=None, kv_len=None, page_table=None,
+        return_lse_base_on_e=False, o_scale=None, *, query=None, kv_cache=None,
+    ):  # fmt: skip
+        assert return_lse and return_lse_base_on_e
+        return self._run(query, kv_cache)
+
+
+NEW = SimpleNamespace(
+    BatchMLAPagedAttentionWrapper=NewWrapper,
+    MLAPlanMetadata=SimpleNamespace(
+        csr=lambda qo_indptr, kv_indptr, kv_indices, kv_len_arr: {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+        }
+    ),
+)
+OLD = SimpleNamespace(BatchMLAPagedAttentionWrapper=OldWrapper)
+
+
+def world(block: int = 64, padding: int = 1) -> tuple[MlaStep, Tensor, Tensor]:
+    """Two sequences, of 70 and 3 positions, the last two of the first and one row of the other."""
+    g = torch.Generator().manual_seed(3)
+    layer = torch.randn(8, block, 576, generator=g).bfloat16()
+    tables = torch.tensor([[5, 2, 6, 1, 3], [7, -1, -1, -1, -1]], dtype=torch.int32)
+    positions = torch.tensor([68, 69, 2] + [-1] * padding)
+    batch = ForwardBatch(
+        token_ids=torch.zeros_like(positions),
+        positions=positions,
+        slot_mapping=torch.zeros_like(positions),
+        query_start=torch.tensor([0, 2, 3], dtype=torch.int32),
+        context_len=torch.tensor([70, 3], dtype=torch.int32),
+        block_tables=tables,
+        logits_rows=positions[:0],
+        max_query_len=2,
+        max_context_len=70,
+    )
+    step = MlaStep(plan_decode(batch, 4), tables, SCALE, (positions + 1).tolist())
+    return step, torch.randn(len(positions), 4, 576, generator=g).bfloat16(), layer
+
+
+BACKENDS: list[tuple[MlaBackend, int]] = [
+    (FlashMla(flash_mla()), 64),
+    (FlashMla(flash_mla(split=False)), 64),
+    (FlashInferMla(NEW), 64),
+    (FlashInferMla(NEW), 16),
+    (FlashInferMla(OLD), 32),
+]
+
+
+@pytest.mark.parametrize(("backend", "block"), BACKENDS)
+def test_the_same_results_as_ours_in_every_layer(backend: MlaBackend, block: int) -> None:
+    problem = replace(PROBLEM, block_size=block)
+    assert backend.refusal(problem) is None
+    step, q, layer = world(block)
+    assert check_against_ours(backend, problem, step, q, layer) < 2**-6
+    decode = backend.step(problem, step)
+    for turn in range(2):
+        out, lse = decode(q, layer + turn)
+        want, want_lse = TritonMla().step(problem, step)(q, layer + turn)
+        assert out.shape == want.shape and out.dtype == want.dtype
+        torch.testing.assert_close(lse[:3], want_lse[:3], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("backend", "block"), BACKENDS)
+def test_a_step_without_rows(backend: MlaBackend, block: int) -> None:
+    step, q, layer = world(block, padding=0)
+    empty = MlaStep(step.plan.rows(0, 0), step.tables, SCALE, [])
+    problem = replace(PROBLEM, block_size=block)
+    out, lse = backend.step(problem, empty)(q[:0], layer)
+    assert out.shape == (0, 4, 512) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"rank": 256}, "512 \\+ 64"),
+        ({"fp8": True}, "128 channels"),
+        ({"deterministic": True}, "deterministic"),
+        ({"trees": True}, "trees"),
+        ({"arch": 75}, "sm_75"),
+    ],
+)
+def test_refusals_in_words(change: dict[str, Any], word: str) -> None:
+    problem = replace(PROBLEM, **change)
+    for backend in (FlashMla(flash_mla()), FlashInferMla(NEW)):
+        with pytest.raises(ShapeRefused, match=word):
+            backend.step(problem, world()[0])
+    choice = choose_mla(problem, [FlashMla(flash_mla()), FlashInferMla(NEW), TritonMla()])
+    assert choice.backend.name == "triton"
+    assert choice.reason.startswith("mla decode: triton (no flash_mla: ")
+
+
+def test_each_has_refusals_of_its_own() -> None:
+    flash, infer = FlashMla(flash_mla()), FlashInferMla(NEW)
+    assert "sm_100" in str(flash.refusal(replace(PROBLEM, arch=100)))
+    assert "blocks of 64" in str(flash.refusal(replace(PROBLEM, block_size=16)))
+    assert "legacy" in str(FlashMla(flash_mla(legacy=False)).refusal(PROBLEM))
+    assert "graphs" in str(infer.refusal(replace(PROBLEM, graphs=True)))
+    assert infer.refusal(replace(PROBLEM, arch=100)) is None
+    step, _, _ = world()
+    with pytest.raises(ShapeRefused, match="lengths"):
+        infer.step(PROBLEM, replace(step, lengths=None))
+    older = SimpleNamespace(
+        BatchMLAPagedAttentionWrapper=type("W", (), {"plan": lambda self: 0, "run": lambda s: 0})
+    )
+    assert "has no" in str(FlashInferMla(older).refusal(PROBLEM))
+
+
+def test_what_is_not_installed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
+    for backend in (FlashMla(), FlashInferMla()):
+        assert "cannot be imported" in str(backend.refusal(PROBLEM))
+    choice = choose_mla(PROBLEM, [FlashMla(), FlashInferMla(), TritonMla()])
+    assert choice.backend.name == "triton" and choice.reason.count("cannot be imported") == 2
+    with pytest.raises(ShapeRefused, match="nothing fits"):
+        choose_mla(PROBLEM, [FlashMla(), FlashInferMla()])
+
+
+def test_the_first_that_fits_is_taken() -> None:
+    choice = choose_mla(PROBLEM, [FlashMla(flash_mla()), TritonMla()])
+    assert choice.backend.name == "flash_mla" and choice.reason == "mla decode: flash_mla"
