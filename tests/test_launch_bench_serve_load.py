@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import math
@@ -566,6 +567,24 @@ def test_the_knee_names_what_was_delivered_and_what_it_cannot_tell() -> None:
     assert "at 16 calls/s the load generator was the limit" in said
     report |= {"knee": None, "knee_delivered": None}
     assert verdict(report)[0].startswith("knee: none was found")
+
+
+@pytest.mark.parametrize("rate", [3.0, 6.0, 8.0, 16.0])
+def test_conversations_cannot_be_delivered_faster_than_their_answers(rate: float) -> None:
+    """Two turns each, of a server that gives ten answers a second, in order of coming."""
+    capacity, made, free = 10.0, [], 0.0
+    waiting = [(n / rate, n, 0) for n in range(60)]
+    while waiting:
+        at, number, turn = heapq.heappop(waiting)
+        free = max(free, at) + 1 / capacity
+        answered = call(number, at, [free - 0.01, free])
+        answered.turn = turn
+        made.append(answered)
+        if not turn:
+            heapq.heappush(waiting, (free, number, 1))
+    pace = pace_of(made)
+    assert pace.delivered is not None and pace.keeps_up is (rate == 3.0)
+    assert pace.delivered == pytest.approx(min(rate, capacity / 2), rel=0.06)
 
 
 def test_calls_that_come_unevenly_are_no_lack_of_the_server() -> None:

@@ -68,6 +68,8 @@ def pace_of(calls: Sequence[Call]) -> Pace:
     offered = (len(begun) - 1) / seconds
     answered = len(good) / len(later)
     share = answered / (1.0 + max(0.0, slope))
+    if len(calls) > len(due):
+        share = min(share, _of_turns(calls, len(calls) / len(due), later))
     took = sorted(x for _, x in good)[len(good) // 2]
     if share < KEEPS_UP:
         sure = answered < KEEPS_UP or slope > _SURE * error
@@ -80,6 +82,15 @@ def pace_of(calls: Sequence[Call]) -> Pace:
     ended = (len(good) - 1) / max(max(over) - min(over), 1e-9)
     came = (len(later) - 1) / max(later[-1][0] - later[0][0], 1e-9)
     return Pace(offered, offered * min(share, ended / came), seconds, keeps_up)
+
+
+def _of_turns(calls: Sequence[Call], turns: float, later: Sequence[tuple[float, int]]) -> float:
+    """Of conversations that came, the share whose answers came in the same time. A conversation
+    that waits between its turns hides how slow a server is: when no new ones come, only last turns
+    are left, and those end the faster. One answer more, for what the edges cut."""
+    first, last = later[0][0], later[-1][0]
+    answers = sum(x.good and first < x.ended <= last for x in calls)
+    return (answers + 1) / turns / max(len(later) - 1, 1)
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -43,6 +43,11 @@ def rows(report: dict[str, Any]) -> list[list[str]]:
     return made
 
 
+def asked_in(report: dict[str, Any]) -> str:
+    """The unit of rates."""
+    return "conversations/s" if report["settings"]["turns"] > 1 else "calls/s"
+
+
 def verdict(report: dict[str, Any]) -> list[str]:
     """A line each: the knee, what was delivered there, what to know of it, the limits."""
     knee = report["knee"]
@@ -50,9 +55,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if knee is None:
         said = ["knee: none was found: no rate tried is known to be served"]
     else:
-        said = [f"knee: {knee:.3g} calls/s asked for, the highest rate that was served"]
-        if report["settings"]["turns"] > 1:
-            said[0] = said[0].replace("calls/s", "conversations/s")
+        said = [f"knee: {knee:.3g} {asked_in(report)} asked for, the highest rate that was served"]
         said += [
             f"  steady: {number(report['knee_delivered'])} answers/s there while calls kept coming "
             f"({number(report['knee_came'])} calls/s came)",
@@ -69,7 +72,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     ):
         if some:
             rates = ", ".join(f"{x['rate']:.3g}" for x in some)
-            said.append(f"  at {rates} calls/s {words}")
+            said.append(f"  at {rates} {asked_in(report)} {words}")
     limits = [
         f"{k[:4].upper()} {number(v)} ms" for k, v in report["limits"].items() if v is not None
     ]
@@ -134,7 +137,7 @@ def draw(report: dict[str, Any]) -> Any:
                 report["knee"], color=COLOURS[4], linewidth=1, linestyle="-.",
                 label=f"knee: {report['knee']:.3g} asked" if axes is served else None,
             )  # fmt: skip
-        axes.set_xlabel("calls a second asked for", fontsize=9, color=INK)
+        axes.set_xlabel(f"{asked_in(report)} asked for", fontsize=9, color=INK)
         axes.grid(True, color=GRID, linewidth=0.8)
         axes.tick_params(which="both", labelsize=8, colors=INK, length=2)
         axes.legend(
@@ -223,4 +226,6 @@ def page(report: dict[str, Any]) -> str:
 
 def _headline(report: dict[str, Any]) -> str:
     knee = report["knee"]
-    return "no knee was found" if knee is None else f"knee at {knee:.3g} calls/s asked for"
+    if knee is None:
+        return "no knee was found"
+    return f"knee at {knee:.3g} {asked_in(report)} asked for"
