@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from w8a8_kernels import W8A8
 
 from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
-from models.deepseek.fp8 import Fp8Rows, linear_w8a8
 from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.gpu.triton_attention import PlansOfBatch
 from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
-from models.deepseek.kernels.gpu.weights import TritonFp8ExpertWeights, TritonFp8LinearWeight
-from models.deepseek.kernels.torch_kernels import TorchKernels
 from models.deepseek.load import load_model
 from models.deepseek.model import DeepSeekModel
 from models.deepseek.random_checkpoint import write_random_checkpoint
@@ -33,40 +29,6 @@ SMALL = {
 }  # fmt: skip
 PROMPT = [3, 120, 17, 99, 4]
 CASES = [("v3", "auto"), ("v2-lite", "auto"), ("v3-fp8", "fp8"), ("v3-pow2", "fp8")]
-
-
-class W8A8(TorchKernels):
-    """The torch kernels with weights in e4m3 multiplied as TritonKernels does: rows in e4m3 too."""
-
-    def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> Any:
-        return TritonFp8LinearWeight.of(rows, dtype)
-
-    def allocate_fp8_experts(self, *shape: Any) -> Any:
-        return TritonFp8ExpertWeights(*shape, torch.device("cpu"))
-
-    def linear(self, x: Tensor, weight: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(weight, TritonFp8LinearWeight):
-            return super().linear(x, weight, out_dtype)
-        return linear_w8a8(
-            x, weight.codes, weight.scales, ue8m0=weight.ue8m0, out_dtype=out_dtype or x.dtype
-        )
-
-    def mlp(self, x: Tensor, gate_up: Any, down: Any) -> Tensor:
-        gate, up = self.linear(x, gate_up).float().chunk(2, dim=1)
-        return self.linear((torch.nn.functional.silu(gate) * up).to(x.dtype), down)
-
-    def experts(self, x: Tensor, pair_rows: Tensor, offsets: Tensor, weights: Any) -> Tensor:
-        if not isinstance(weights, TritonFp8ExpertWeights):
-            return super().experts(x, pair_rows, offsets, weights)
-        out = x.new_zeros(pair_rows.shape[0], x.shape[1])
-        w, dtype = weights, x.dtype
-        for slot, (a, b) in enumerate(itertools.pairwise(offsets.tolist())):
-            gate_up = TritonFp8LinearWeight(w.gate_up[slot], w.gate_up_scales[slot], dtype)
-            down = TritonFp8LinearWeight(w.down[slot], w.down_scales[slot], dtype)
-            gate_up.ue8m0 = down.ue8m0 = w.ue8m0
-            if a < b:
-                out[a:b] = self.mlp(x[pair_rows[a:b].long()], gate_up, down)
-        return out
 
 
 @pytest.fixture(scope="module")
