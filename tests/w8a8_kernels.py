@@ -14,7 +14,7 @@ from models.deepseek.kernels.torch_kernels import TorchKernels
 
 
 class W8A8(TorchKernels):
-    """Rows are quantised too: a scale for 128 channels, a power of two where the weight.s is."""
+    """Rows are quantised too: a scale for 128 channels, a power of two where the weight's is."""
 
     def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> Any:
         return TritonFp8LinearWeight.of(rows, dtype)
