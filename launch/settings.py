@@ -205,6 +205,7 @@ class Given:
         from moeserve.config import ServeConfig
         from moeserve.folder import WANTED, folder_problems, read_model
         from moeserve.model_fit import given_placement, model_problems
+        from moeserve.speculate.setting import folder_problem
 
         flags = {section: dict(fields) for section, fields in self.flags.items()}
         if self.checkpoint is not None:
@@ -229,6 +230,7 @@ class Given:
         else:
             problems.append(f"model.checkpoint: not given; name {WANTED}")
         problems += _between(config.model_dump())
+        problems += folder_problem(config.speculate.method)
         problems += more(config)
         if not problems:
             model, _ = read_model(config.model.checkpoint)

@@ -114,7 +114,7 @@ def test_what_the_checkpoint_cannot_do_is_said(folder: Path, tmp_path: Path) -> 
     without = tmp_path / "v2"
     write_random_checkpoint(without, family_config("v2"))
     assert "no MTP layer; valid: ngram" in problem("mtp:2", without)
-    assert "model.mtp is off" in problem("mtp:2", model__mtp=False)
+    assert "left out by model.mtp; valid" in problem("mtp:2", model__mtp=False)
     assert "is no folder" in problem(f"eagle:{tmp_path}/gone")
     assert "speculate.nodes=9: mtp drafts chains" in problem("mtp", speculate__nodes=9)
     model = DeepSeekConfig.from_hf(folder)

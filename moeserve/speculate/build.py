@@ -34,7 +34,7 @@ from moeserve.speculate.eagle_drafter import EagleDrafter
 from moeserve.speculate.medusa import MedusaDrafter, MedusaHead, read_medusa
 from moeserve.speculate.mtp import MtpDrafter
 from moeserve.speculate.ngram import NgramDrafter
-from moeserve.speculate.setting import MAX_DEPTH, SpeculateWish, read_speculate
+from moeserve.speculate.setting import MAX_DEPTH, SpeculateWish, folder_problem, read_speculate
 from moeserve.speculate.speculator import Speculator
 from moeserve.speculate.verify import Rule
 from moeserve.tokenizer import Tokenizer
@@ -114,9 +114,14 @@ def plan_speculation(
         wish = replace(wish, name="mtp" if has_mtp else "ngram")
         why = " (auto: the checkpoint has MTP)" if has_mtp else " (auto: no MTP is loaded)"
     setting = f"speculate.method={asked!r}"
+    if missing := folder_problem(asked):
+        problems += missing
+        return None
     if wish.name == "mtp" and not has_mtp:
         lacks = (
-            "model.mtp is off" if model.num_mtp_layers > 0 else "this checkpoint has no MTP layer"
+            "its layer is left out by model.mtp"
+            if model.num_mtp_layers > 0
+            else "this checkpoint has no MTP layer"
         )
         problems.append(f"{setting}: {lacks}; valid: ngram, eagle:PATH, medusa:PATH, draft:PATH")
         return None
@@ -227,9 +232,6 @@ def _heads(
     setting: str,
     problems: list[str],
 ) -> Any:
-    if not path.is_dir():
-        problems.append(f"{setting}: {path} is no folder; it must hold config.json and weights")
-        return None
     try:
         return read(path, model.hidden_size, model.vocab_size)
     except ConfigError as error:

@@ -73,3 +73,11 @@ def read_speculate(text: str) -> SpeculateWish:
             f"K={number} must lie in 1 to {MAX_DEPTH}, or be auto; nearest valid: {nearest}{never}"
         )
     return SpeculateWish(name, number, path)
+
+
+def folder_problem(text: str) -> list[str]:
+    """What is wrong with the folder that a valid setting names, as far as can be seen at once."""
+    path = read_speculate(text).path
+    if path is None or path.is_dir():
+        return []
+    return [f"speculate.method={text!r}: {path} is no folder; it must hold config.json and weights"]
