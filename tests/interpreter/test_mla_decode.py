@@ -177,10 +177,21 @@ def test_block_size_programs_and_workspace_change_no_bit() -> None:
     for block, programs, workspace in ((64, 1, 1 << 30), (32, 7, 1), (16, 2, 50_000)):
         world = World([200, 64, 300], [2, 1, 1], block=block)
         plan = world.plan(workspace=workspace)
-        assert workspace > 1 << 20 or len(plan.launches) > 1
+        assert workspace > 1 << 20 or len(plan.launches) == len(plan.pieces) > 1
         assert plan.workspace_bytes(16, 64) <= max(workspace, plan.max_parts * 16 * 65 * 4)
         again = world.run(plan, programs=programs)
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def test_a_known_total_of_contexts_needs_less_workspace_and_changes_no_bit() -> None:
+    world = World([300, 5, 3, 2])
+    out, lse = world.run()
+    plain, known = world.plan(), world.plan(total=310)
+    assert plain.max_units == 4 * 4 and known.max_units == 4 + 310 // 64
+    assert int(known.work_start[-1]) <= known.max_units
+    assert known.workspace_bytes(16, 64) < plain.workspace_bytes(16, 64)
+    again = world.run(known)
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
 def test_a_larger_bound_of_contexts_changes_no_bit() -> None:

@@ -294,8 +294,7 @@ def mla_decode(
     q = q.contiguous()
     out = q.new_empty(rows, heads, rank)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-    for first, last in plan.launches:
-        part = plan.rows(first, last)
+    for (first, last), part in zip(plan.launches, plan.pieces or (plan,), strict=False):
         units = part.max_units
         room = units if plan.max_parts > 1 else 1
         part_out = torch.empty(room, heads, rank, dtype=torch.float32, device=q.device)

@@ -10,7 +10,7 @@ Knows nothing of heads' contents or of kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ def balanced(rows: int, head_tiles: int, max_context: int, processors: int) -> P
 class DecodePlan:
     """positions [T] int64 (-1: padding), sequences [T] int32, work_start [T + 1] int32 (units
     before each row), unit_rows [max_units] int32, ancestors [T, W] int32 or None. launches: rows
-    first .. last - 1 of each launch, so that its parts fit the workspace."""
+    first .. last - 1 of each launch, so that its parts fit the workspace; pieces: the plans of
+    those rows alone, empty where one launch does all."""
 
     positions: Tensor
     sequences: Tensor
@@ -79,6 +80,7 @@ class DecodePlan:
     partitions: Partitions
     max_parts: int
     launches: tuple[tuple[int, int], ...]
+    pieces: tuple[DecodePlan, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -92,34 +94,33 @@ class DecodePlan:
         """The plan of these rows alone."""
         if (first, last) == (0, self.num_rows):
             return self
-        lengths = self.positions[first:last] + 1
         paths = self.ancestors
         return _cut(
-            self.positions[first:last], self.sequences[first:last], lengths,
+            self.positions[first:last], self.sequences[first:last],
             None if paths is None else paths[first:last], self.partitions, self.max_parts,
-            ((0, last - first),),
+            (last - first) * self.max_parts, ((0, last - first),),
         )  # fmt: skip
 
     def workspace_bytes(self, heads: int, rank: int = 512) -> int:
         """The most that the parts of a launch take."""
-        if self.max_parts == 1:
-            return heads * (rank + 1) * 4
-        return max((b - a for a, b in self.launches), default=0) * part_bytes(
-            self.max_parts, heads, rank
-        )
+        most = max((piece.max_units for piece in self.pieces), default=self.max_units)
+        return part_bytes(most if self.max_parts > 1 else 1, heads, rank)
 
 
 def part_bytes(parts: int, heads: int, rank: int) -> int:
-    """Of a row: fp32 sums and their logarithms."""
+    """fp32 sums and their logarithms."""
     return parts * heads * (rank + 1) * 4
 
 
 def plan_decode(
     batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Partitions = DETERMINISTIC,
-    workspace: int = WORKSPACE,
+    workspace: int = WORKSPACE, total: int | None = None,
 ) -> DecodePlan:  # fmt: skip
     """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
-    padding. batch.max_context_len bounds what the host must know."""
+    padding. batch.max_context_len bounds what the host must know; total: no less than the sum of
+    positions + 1 over all rows, where the host knows it (blocks that sequences share count each
+    time): then one long context among short ones does not make room for as many. Where `workspace`
+    bytes do not hold the parts of all rows, several launches share it, or one row exceeds it."""
     rows = batch.num_tokens
     device = batch.positions.device
     max_parts = partitions.count(batch.max_context_len)
@@ -132,21 +133,28 @@ def plan_decode(
     if ancestors is not None:
         ancestors = torch.where(padding[:, None], -1, ancestors).to(torch.int32).contiguous()
         ancestors = ancestors if ancestors.shape[1] else None
-    each = rows if max_parts == 1 else max(1, workspace // part_bytes(max_parts, heads, rank))
+    bound = rows * max_parts
+    if total is not None:
+        bound = min(bound, rows + total // min(partitions.near_size, partitions.far_size))
+    each = rows
+    if max_parts > 1 and part_bytes(bound, heads, rank) > workspace:
+        each = max(1, workspace // part_bytes(max_parts, heads, rank))
     launches = tuple((at, min(at + each, rows)) for at in range(0, rows, max(1, each)))
-    return _cut(
-        positions, sequences, positions + 1, ancestors, partitions, max_parts, launches
-    )  # fmt: skip
+    plan = _cut(positions, sequences, ancestors, partitions, max_parts, bound, launches)
+    if len(launches) > 1:
+        plan = replace(plan, pieces=tuple(plan.rows(*launch) for launch in launches))
+    return plan
 
 
 def _cut(
-    positions: Tensor, sequences: Tensor, lengths: Tensor, ancestors: Tensor | None,
-    partitions: Partitions, max_parts: int, launches: tuple[tuple[int, int], ...],
+    positions: Tensor, sequences: Tensor, ancestors: Tensor | None, partitions: Partitions,
+    max_parts: int, bound: int, launches: tuple[tuple[int, int], ...],
 ) -> DecodePlan:  # fmt: skip
+    """bound: no fewer than there are units."""
     rows = positions.shape[0]
     start = torch.zeros(rows + 1, dtype=torch.int64, device=positions.device)
-    torch.cumsum(partitions.counts(lengths), 0, out=start[1:])
-    units = torch.arange(rows * max_parts, device=positions.device)
+    torch.cumsum(partitions.counts(positions + 1), 0, out=start[1:])
+    units = torch.arange(bound, device=positions.device)
     owner = torch.searchsorted(start[1:].contiguous(), units, right=True)
     owner = owner.clamp(max=max(0, rows - 1))  # units that there are not
     return DecodePlan(
