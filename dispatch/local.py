@@ -49,6 +49,7 @@ class LocalDispatcher(Dispatcher):
     """
 
     name = "local"
+    graph_safe = True  # nothing travels, and on a device nothing is asked of it
 
     def __init__(
         self,

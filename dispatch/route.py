@@ -86,6 +86,11 @@ def route(ids: Tensor, table: RoutingTable, keys: Tensor | None = None) -> Tenso
 
 
 def count_picks(ids: Tensor, num_experts: int) -> Tensor:
-    """ids [T, K], experts or slots, -1 for masked -> [E] int64: picks of each. Longer than E where
-    an id lies beyond; RuntimeError where one lies below -1."""
+    """ids [T, K], experts or slots, -1 for masked -> [E] int64: picks of each. On a CPU longer than
+    E where an id lies beyond, and RuntimeError where one lies below -1; a device stops at either by
+    itself, and is not asked (bincount would wait to hear how long its result is)."""
+    if ids.device.type != "cpu":
+        flat = ids.reshape(-1).to(torch.int64) + 1
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+        return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
     return torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:]

@@ -1,0 +1,156 @@
+"""A CUDA device that is not there: torch's fake tensors on it, kernels written down, not launched.
+
+Shared by the tests that walk the GPU path, which import it by name. Whatever would wait for the
+device (`item`, `tolist`, `bool`, `nonzero`, `cpu`) raises or is counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from models.deepseek.kernels.gpu.launches import Launch, recorded_launches
+from models.deepseek.kernels.gpu.triton_attention import TritonAttention
+from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
+
+CUDA = torch.device("cuda:0")
+SMS = 132  # of an H200
+
+
+class UnlaunchedKernels(TritonKernels):
+    """TritonKernels that do not look whether they can run here: weights on any device."""
+
+    def __init__(self, device: torch.device) -> None:
+        TritonAttention.__init__(self, device)
+        self.description = self.build = "triton, not launched"
+
+
+@contextmanager
+def fake_cuda(capturing: bool = False) -> Iterator[list[Launch]]:
+    """Within it tensors on CUDA are fake, real ones become fake where they are used, and launches
+    are recorded."""
+    properties = types.SimpleNamespace(multi_processor_count=SMS, major=9, minor=0)
+    with ExitStack() as stack:
+        for name, value in {
+            "get_device_properties": lambda device=None: properties,
+            "get_device_capability": lambda device=None: (9, 0),
+            "is_current_stream_capturing": lambda: capturing,
+            "is_available": lambda: False,
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        launches = stack.enter_context(recorded_launches())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Indexing())
+        yield launches
+
+
+class _Indexing(TorchFunctionMode):
+    """x[...] by operators: python's own way asks for a guard of the device, and so a driver."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__ and args[0].device.type == "cuda":
+            return _pick(*args)
+        if func is Tensor.__setitem__ and args[0].device.type == "cuda":
+            x, index, value = args
+            viewed, tensors = _view(x, index)
+            value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+            if not any(t is not None for t in tensors):
+                viewed.copy_(value)
+            else:
+                torch.ops.aten.index_put_(viewed, tensors, value)
+            return None
+        return func(*args, **kwargs)
+
+
+def _pick(x: Tensor, index: Any) -> Tensor:
+    viewed, tensors = _view(x, index)
+    if not any(t is not None for t in tensors):
+        return viewed
+    return torch.ops.aten.index.Tensor(viewed, tensors)
+
+
+def _view(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """What slices, numbers and None make of x, and the tensors that index what is left."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [p for p in parts if not isinstance(p, Tensor)]:
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        taken = sum(p is not None and p is not Ellipsis for p in parts)
+        parts[at : at + 1] = [slice(None)] * (x.dim() - taken)
+    tensors: list[Tensor | None] = []
+    dim = 0
+    for part in parts:
+        if part is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(part, slice):
+            size = x.shape[dim]
+            start, stop, step = part.indices(size)
+            x = torch.ops.aten.slice.Tensor(x, dim, start, max(stop, start), step)
+        elif isinstance(part, int):
+            x = x.select(dim, part)
+            continue
+        else:
+            found = torch.as_tensor(part, device=x.device)
+            tensors.append(found)
+            dim += 1
+            continue
+        tensors.append(None)
+        dim += 1
+    return x, tensors
+
+
+def move(root: Any) -> None:
+    """All tensors that are reachable from an object become fake ones on CUDA, in place: views stay
+    views of one memory, kernels think they run there. Call it within `fake_cuda`."""
+    memories: dict[int, Tensor] = {}
+    seen: set[int] = set()
+
+    def fake(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in memories:
+            memories[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=CUDA)
+        memory = memories[key].view(tensor.dtype) if storage.nbytes() else memories[key]
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
+        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return fake(value)
+        if isinstance(value, torch.device):
+            return CUDA
+        if isinstance(value, list):
+            value[:] = [change(x) for x in value]
+        elif isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return tuple(change(x) for x in value)
+        elif isinstance(value, dict):
+            for key in list(value):
+                value[key] = change(value[key])
+        elif _is_ours(value) and id(value) not in seen:
+            seen.add(id(value))
+            for name, inner in list(vars(value).items()):
+                changed = change(inner)
+                if changed is not inner:
+                    object.__setattr__(value, name, changed)
+        return value
+
+    change(root)
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    module = type(value).__module__.split(".")[0]
+    return module in ("models", "dispatch", "fake_cuda") or (
+        dataclasses.is_dataclass(value) and module == "moeserve"
+    )
