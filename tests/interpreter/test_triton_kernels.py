@@ -13,6 +13,7 @@ from w8a8_kernels import W8A8
 from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from models.deepseek.kernels.base import Kernels
+from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep, StepDecoder, TritonMla
 from models.deepseek.kernels.gpu.triton_attention import PlansOfBatch
 from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
 from models.deepseek.load import load_model
@@ -128,3 +129,31 @@ def test_a_plan_is_kept_for_its_batch_alone() -> None:
     assert [get("a", one), get("a", one)] == [3, 3]
     one.positions.fill_(5)
     assert [get("a", one), get("a", one)] == [4, 4]
+
+
+class Borrowed(TritonMla):
+    """A library that takes bf16 caches only, and counts."""
+
+    name = "borrowed"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        return "no trees" if problem.trees else None
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
+        self.steps += 1
+        return super().step(problem, step)
+
+
+def test_another_backend_decodes_what_it_can(checkpoints: dict[str, Path]) -> None:
+    """One decoder a step, for all layers; a step with a tree falls back to ours, and says why."""
+    library = Borrowed()
+    kernels = TritonKernels(decode_backends=[library])
+    runner = OfflineRunner(load(checkpoints["v3"], kernels), num_blocks=4)
+    runner.step({0: [1, 2]})
+    assert library.steps == 1 and kernels.choices == ("mla decode: borrowed",)
+    runner.step({0: [3, 4]}, trees={0: [-1]})
+    assert library.steps == 1
+    assert kernels.choices[1] == "mla decode: triton (no borrowed: no trees)"

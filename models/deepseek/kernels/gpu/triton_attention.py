@@ -11,7 +11,7 @@ Knows the kernels of MLA. Shape letters as in kernels/base.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +23,17 @@ from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.dense import dense_per_head
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
+from models.deepseek.kernels.gpu.mla_adapters import (
+    MlaBackend,
+    MlaChoice,
+    MlaProblem,
+    MlaStep,
+    StepDecoder,
+    TritonMla,
+    choose_mla,
+)
 from models.deepseek.kernels.gpu.mla_cache import write_latents
-from models.deepseek.kernels.gpu.mla_decode import mla_decode
-from models.deepseek.kernels.gpu.mla_plan import DecodePlan, plan_decode
+from models.deepseek.kernels.gpu.mla_plan import plan_decode
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import PrefillPlan, plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import check_widths
@@ -47,9 +55,9 @@ class PlansOfBatch:
     count: its kernels must be in the graph. A batch object is captured once."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Any, tuple[object, ...], Any]] = {}
+        self._held: dict[object, tuple[Any, tuple[object, ...], Any]] = {}
 
-    def get(self, kind: str, batch: ForwardBatch, make: Callable[[], Plan]) -> Plan:
+    def get(self, kind: object, batch: ForwardBatch, make: Callable[[], Plan]) -> Plan:
         state = _state(batch)
         held = self._held.get(kind)
         if held is not None and held[0]() is batch and held[1] == state:
@@ -69,9 +77,26 @@ def _state(batch: ForwardBatch) -> tuple[object, ...]:
 
 
 class TritonAttention(TritonDense):
-    def __init__(self, device: torch.device) -> None:
+    """decode_backends: libraries that may decode in place of our kernel, the first that fits; none
+    in deterministic mode, where bits may not depend on the batch. graphs: steps are captured.
+    `choices` says which was taken, once there is one."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        decode_backends: Sequence[MlaBackend] = (),
+        graphs: bool = False,
+    ) -> None:
         super().__init__(device)
+        self._backends = (*decode_backends, TritonMla())
+        self._graphs = graphs
+        self._chosen: dict[MlaProblem, MlaChoice] = {}
         self._plans = PlansOfBatch()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """A line for each kind of attention so far: which backend, and why no earlier one."""
+        return tuple(dict.fromkeys(choice.reason for choice in self._chosen.values()))
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         try:
@@ -164,16 +189,30 @@ class TritonAttention(TritonDense):
     ) -> Tensor:
         """queries [T, H, c + r] -> [T, H, c]."""
         heads, rank = queries.shape[1], queries.shape[2] - rope_dim
-
-        def make() -> DecodePlan:
-            return plan_decode(batch, heads, rank)
-
-        plan = self._plans.get("decode", batch, make)
-        if plan.num_rows != queries.shape[0]:
+        if queries.shape[0] != batch.num_tokens:
             raise KernelArgumentError(
-                f"{queries.shape[0]} rows of queries: the batch has {plan.num_rows}"
+                f"{queries.shape[0]} rows of queries: the batch has {batch.num_tokens}"
             )
-        return mla_decode(queries, layer, plan, batch.block_tables, scale, rope=rope_dim)[0]
+
+        def make() -> StepDecoder:
+            problem = MlaProblem(
+                heads, rank, rope_dim, layer.shape[1], self._arch(),
+                fp8=layer.dtype == torch.uint8, deterministic=len(self._backends) == 1,
+                graphs=self._graphs, trees=batch.ancestors is not None,
+            )  # fmt: skip
+            if problem not in self._chosen:
+                self._chosen[problem] = choose_mla(problem, self._backends)
+            step = MlaStep(plan_decode(batch, heads, rank), batch.block_tables, scale)
+            return self._chosen[problem].backend.step(problem, step)
+
+        kind = ("decode", heads, rank, rope_dim, scale)  # of the models that share these kernels
+        return self._plans.get(kind, batch, make)(queries, layer)[0]
+
+    def _arch(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
 
 def _plan_prefill(batch: ForwardBatch) -> PrefillPlan:

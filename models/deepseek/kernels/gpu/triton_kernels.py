@@ -7,10 +7,13 @@ be captured into a graph. Knows when these kernels can run and when not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT, INTERPRETED, triton
+from models.deepseek.kernels.gpu.mla_adapters import MlaBackend
 from models.deepseek.kernels.gpu.triton_attention import TritonAttention
 
 LEAST_CAPABILITY = (8, 9)  # the first with e4m3 in its matrix units
@@ -20,10 +23,15 @@ class TritonKernels(TritonAttention):
     name = "triton"
     fp8_is_fast = True
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        """device None: the current CUDA device (in the interpreter: cpu). KernelsUnavailable, with
-        what is missing in words."""
-        super().__init__(_usable(device))
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        decode_backends: Sequence[MlaBackend] = (),
+        graphs: bool = False,
+    ) -> None:
+        """device None: the current CUDA device (in the interpreter: cpu). The rest: see
+        TritonAttention. KernelsUnavailable, with what is missing in words."""
+        super().__init__(_usable(device), decode_backends, graphs)
         self.description, self.build = _describe(self.device)
 
 
