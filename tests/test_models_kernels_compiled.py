@@ -16,6 +16,7 @@ import pytest
 
 from launch.bench.kernels_compiled import BENCHMARKS, MARKS, KernelCompilation, with_table
 from launch.version import HOME
+from models.deepseek.kernels.gpu import aot
 from models.deepseek.kernels.gpu.aot import (
     ARCHS,
     CompileCase,
@@ -43,6 +44,7 @@ from moeserve.errors import ConfigError
 
 triton = pytest.importorskip("triton", reason="triton is built for Linux only")
 VERSION, RECORD = read_record()
+SHARED_LIMIT = 227 * 1024  # of a program, on both architectures
 ALWAYS = ("fp8_gemm 128x256x128 w8 s4 tma fp32", "quant 32x128 w4 ue8m0")
 
 
@@ -58,9 +60,17 @@ def test_every_configuration_is_recorded_for_both_architectures() -> None:
     assert gone(all_cases(), RECORD) == []
 
 
-def test_nothing_recorded_spills_and_every_unit_is_used() -> None:
+def test_no_module_of_kernels_is_forgotten() -> None:
+    folder = Path(aot.__file__).parent
+    found = {p.stem for p in folder.glob("*.py") if "def compile_cases(" in p.read_text()}
+    assert set(MODULES) == found
+
+
+def test_nothing_recorded_spills_every_unit_is_used_and_all_fits() -> None:
     spilled = [key for key, row in RECORD.items() if row.report.spills]
     assert spilled == []
+    large = [key for key, row in RECORD.items() if row.report.shared_bytes > SHARED_LIMIT]
+    assert large == []
     arch_of = {name: arch for arch, name in ARCHS.items()}
     missing = {
         (case.name, case.config, name): words

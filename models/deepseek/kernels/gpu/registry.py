@@ -26,6 +26,9 @@ MODULES: tuple[str, ...] = (
     "dense",
     "rope",
     "scatter_rows",
+    "mla_cache",
+    "mla_decode",
+    "mla_merge",
 )
 
 
