@@ -512,13 +512,16 @@ def test_a_rate_that_was_never_served_is_no_knee(peer: Peer, tmp_path: Path) -> 
     """A burst that ends before any limit is passed."""
     peer.handler.ways = ["queue"]
     file = tmp_path / "sweep.json"
-    flags = ("--rates=200", "--requests=30", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
+    flags = ("--rates=100", "--requests=40", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
     words = ["bench", "sweep", peer.url, *flags, "--ttft-limit=60000", f"--json={file}"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     point = report["points"][0]
-    assert point["calls"]["within_limits"] == 30 and point["pace"]["keeps_up"] is False
+    # On a machine that stalls, calls are answered in any order: then it is too short to tell.
+    keeps_up = point["pace"]["keeps_up"]
+    assert point["calls"]["within_limits"] == 40 and keeps_up is not True
     assert point["pace"]["delivered"] < 1.2 / HELD_SECONDS
     assert report["knee"] is None and report["knee_delivered"] is None
-    assert "knee: none" in result.output and "did not keep up" in result.output
+    assert "knee: none" in result.output
+    assert ("did not keep up" if keeps_up is False else "too short to tell") in result.output
