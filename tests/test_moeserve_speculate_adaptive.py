@@ -264,12 +264,30 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
         if policy.depth:
             tried += 1
             assert policy.depth == 1 and policy.allot(bad, rooms(1), 9).tolist() == [1]
-    assert 4 <= tried <= 4 * adaptive.PROBE_STEPS + 2
+    assert 2 <= tried <= 3 * adaptive.PROBE_STEPS + 2  # later and later
     for _ in range(adaptive.PROBE + 20):
         policy.agree([policy.offer(good, rooms(1), 9)], costs)
     assert policy.depth >= 3
     before = policy.depth
     assert policy.agree([Offer.none(4)] * 2, costs) == before  # nobody decodes
+
+
+def test_trials_that_fail_come_later_and_later_until_the_load_halves() -> None:
+    policy, costs = AdaptiveDepth(4), Costs(20 * MS, 2 * MS, 3 * MS)
+    bad, trials, step = reaches([[0.05] * 4] * 4), [], 0
+    while len(trials) < 4:
+        before = policy.depth
+        policy.agree([policy.offer(bad, rooms(4), 9)], costs)
+        if policy.depth and not before:
+            trials.append(step)
+        step += 1
+    waits = np.diff(trials)
+    assert waits[1] > 1.9 * waits[0] and waits[2] > 1.9 * waits[1] and waits[0] > adaptive.PROBE
+    steps = 0  # now two of the four are left
+    while not policy.depth or steps < 4:
+        policy.agree([policy.offer(bad[:2], rooms(2), 9)], costs)
+        steps += 1
+    assert steps < adaptive.PROBE + 4
 
 
 def test_before_anything_was_measured_one_token_is_drafted() -> None:

@@ -10,8 +10,10 @@ rate of the last agreement as the worth of time this is Dinkelbach's method for 
 iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
 
 A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
-shake. At depth 0 nothing is measured: every PROBE steps depth 1 is tried for PROBE_STEPS, and only
-every LOOK steps anything is offered. It is where all begins, until the costs are known.
+shake. Where drafts were given up soon, more is asked of the next attempt and trials come later and
+later, until the load has halved. At depth 0 nothing is measured: every PROBE steps depth 1 is tried
+for PROBE_STEPS, and only every LOOK steps anything is offered. It is where all begins, until the
+costs are known.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -36,6 +38,7 @@ HOLD = 8
 PROBE, PROBE_STEPS = 256, 2
 LOOK = 8
 FEW, HOLD_BEFORE = 4, 16
+SOON, DOUBT, MOST_LOSSES = 64, 0.04, 5
 
 Counts = NDArray[np.int64]
 
@@ -115,6 +118,8 @@ class AdaptiveDepth:
         self._since = HOLD  # steps since the depth changed
         self._off = PROBE - 1  # steps at depth 0: the first step tries
         self._probing = 0
+        self._losses = 0  # times in a row that drafts were given up soon
+        self._lost_at = 0  # rows of the step without drafts then
 
     def offer(self, reach: Doubles, room: Counts, most: int) -> Offer:
         """reach [S, K], room [S] of this rank's decodes; most: drafts that fit into its step."""
@@ -146,6 +151,9 @@ class AdaptiveDepth:
             )
         ]
         best = max(range(len(rates)), key=lambda d: (rates[d], -d))
+        before, lasted = self.depth, self._since
+        if 2 * int(rows[0]) <= self._lost_at:
+            self._losses = self._lost_at = 0  # another load than the one where they did not pay
         self._since += 1
         if self._probing:
             self._probing -= 1
@@ -155,11 +163,15 @@ class AdaptiveDepth:
             # Back to less is as good as forward to more: both must be worth it. But a depth that
             # loses against none is left at once.
             loses = rates[self.depth] * LEAST < rates[0]
-            if loses or rates[best] > rates[self.depth] * MARGIN:
+            margin = MARGIN if self.depth else MARGIN + DOUBT * self._losses
+            if loses or rates[best] > rates[self.depth] * margin:
                 self._move(best)
+        if before and not self.depth:
+            self._losses = min(self._losses + 1, MOST_LOSSES) if lasted < SOON else 1
+            self._lost_at = int(rows[0])
         if self.depth == 0:
             self._off += 1
-            if self._off >= PROBE:
+            if self._off >= self._wait:
                 self._move(1)
                 self._probing, self._off = PROBE_STEPS, 0
         self.predicted = rates[self.depth] / rates[0] if rates[0] > 0 else 1.0
@@ -169,12 +181,17 @@ class AdaptiveDepth:
     @property
     def looks(self) -> bool:
         """Whether the ranks offer anything this time: at depth 0 only now and then."""
-        return self.depth > 0 or self._off % LOOK == 0 or self._off + 1 >= PROBE
+        return self.depth > 0 or self._off % LOOK == 0 or self._off + 1 >= self._wait
 
     def holds(self, num: int) -> bool:
         """Whether a rank keeps what drafters want of num sequences, at depth 0: always where they
         are few, since drafts may soon pay again; else before a trial."""
-        return num <= FEW or self._off + HOLD_BEFORE >= PROBE
+        return num <= FEW or self._off + HOLD_BEFORE >= self._wait
+
+    @property
+    def _wait(self) -> int:
+        """Steps at depth 0 before a trial."""
+        return PROBE << max(self._losses - 1, 0)
 
     def pass_by(self) -> int:
         """A step in which somebody decodes and nobody looks."""
