@@ -35,15 +35,17 @@ MARKS = ("<!-- compiled kernels -->", "<!-- end of compiled kernels -->")
 
 @dataclass(frozen=True)
 class KernelCompilation:
-    """What was typed. renew: what comes out becomes the record, and the table in BENCHMARKS.md."""
+    """What was typed. renew: what comes out becomes the record, and the table in BENCHMARKS.md;
+    only what has changed since the last one is compiled."""
 
     only: str
     renew: bool = False
     processes: int = PROCESSES
 
     def run(self, as_json: bool) -> int:
-        """The exit code: 1 when something is worse than recorded. ConfigError where triton is
-        missing, for a name that is not there, for a kernel that does not compile."""
+        """The exit code: 1 when something is worse than recorded, and that is not the record now.
+        ConfigError where triton is missing, for a name that is not there, for a kernel that does
+        not compile."""
         from models.deepseek.kernels.gpu.compiled import faults, gone, key_of, read_record
         from models.deepseek.kernels.gpu.errors import CompileFailed, TritonMissing
         from models.deepseek.kernels.gpu.language import need_triton
@@ -67,11 +69,13 @@ class KernelCompilation:
             raise ConfigError([f"--only {self.only!r}: in no kernel's name: {names}"])
         if self.renew and self.only:
             raise ConfigError(["--renew: the record is of all kernels, not with --only"])
+        version, record = read_record()
         began = time.monotonic()
-        done: dict[Task, CompileReport] = {}
+        done = unchanged(tasks, triton.__version__) if self.renew else {}
+        todo = [task for task in tasks if task not in done]
         progress = StepProgress(True, unit=" compilations")
         try:
-            for task, report in compile_all(tasks, self.processes):
+            for task, report in compile_all(todo, self.processes):
                 done[task] = report
                 progress(report.kernel, len(done), len(tasks))
         except (CompileFailed, TritonMissing) as error:
@@ -82,7 +86,6 @@ class KernelCompilation:
         reports = [done[task] for task in tasks]
         if self.renew:
             renew(tasks, reports, triton.__version__)
-        version, record = read_record()
         if version != triton.__version__:
             record = {}  # another compiler: only spills, and what a case wants
         worse = [
@@ -93,8 +96,15 @@ class KernelCompilation:
         if not self.only:
             worse += [f"{name}: recorded, and there no more" for name in gone(cases, record)]
         new = sum(key_of(report) not in record for report in reports) if record else 0
-        _show(reports, worse, seconds, triton.__version__, version)
-        if new:
+        title = f"{len(todo)} compilations by triton {triton.__version__} in {seconds:.0f} s"
+        _show(title, reports)
+        for line in worse:
+            print(f"worse: {line}")
+        against = f"the record (triton {version})"
+        if version != triton.__version__:
+            against = f"no record of triton {triton.__version__} (of {version or 'none'})"
+        print(f"beside {against}: {len(worse) or 'nothing'} worse")
+        if new and not self.renew:
             print(f"not recorded: {new} of {len(reports)}; --renew records them")
         if as_json:
             last_line(
@@ -108,7 +118,7 @@ class KernelCompilation:
                     "machine": describe_machine(),
                 }
             )
-        return 1 if worse else 0
+        return 1 if worse and not self.renew else 0
 
 
 def compile_all(
@@ -116,6 +126,8 @@ def compile_all(
 ) -> Iterator[tuple[Task, CompileReport]]:
     """Each as it is done, in as many processes as there are cores, `processes` at most. Raises
     CompileFailed for the first that does not compile; the others are not waited for."""
+    if not tasks:
+        return
     workers = max(1, min(processes, usable_cores(), len(tasks)))
     with ProcessPoolExecutor(
         workers,
@@ -138,6 +150,23 @@ def _compile(task: Task) -> CompileReport:
 
     index, arch = task
     return compile_case(all_cases()[index], arch)
+
+
+def unchanged(tasks: Sequence[Task], version: str) -> dict[Task, CompileReport]:
+    """What the record holds as this compiler would make it again: to renew it, these need not be
+    compiled. (Without a record all are: remove it when aot.py counts otherwise.)"""
+    from models.deepseek.kernels.gpu.aot import ARCHS
+    from models.deepseek.kernels.gpu.compiled import changed, read_record
+    from models.deepseek.kernels.gpu.registry import all_cases
+
+    cases = all_cases()
+    _, record = read_record()
+    anew = set(changed(cases, version, record))
+    return {
+        (index, arch): record[cases[index].name, cases[index].config, ARCHS[arch]].report
+        for index, arch in tasks
+        if (index, arch) not in anew
+    }
 
 
 def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str) -> None:
@@ -174,22 +203,12 @@ def with_table(page: str, table: str) -> str:
     return f"{before}{MARKS[0]}\n\n{table}\n{MARKS[1]}{after}"
 
 
-def _show(
-    reports: Sequence[CompileReport],
-    worse: Sequence[str],
-    seconds: float,
-    version: str,
-    recorded: str,
-) -> None:
+def _show(title: str, reports: Sequence[CompileReport]) -> None:
     from rich.table import Table
 
     from models.deepseek.kernels.gpu.compiled import unit_of, wide_loads
 
-    console = wide_console()
-    table = Table(
-        title=f"{len(reports)} compilations by triton {version} in {seconds:.0f} s",
-        title_justify="left",
-    )
+    table = Table(title=title, title_justify="left")
     table.add_column("kernel", no_wrap=True)
     table.add_column("configuration")
     table.add_column("for")
@@ -207,10 +226,4 @@ def _show(
             str(wide_loads(report)),
             unit_of(report),
         )
-    console.print(table)
-    for line in worse:
-        console.print(f"worse: {line}", markup=False)
-    against = f"the record (triton {recorded})"
-    if recorded != version:
-        against = f"no record of triton {version} (of {recorded or 'none'}); no spills are allowed"
-    console.print(f"beside {against}: {len(worse) or 'nothing'} worse")
+    wide_console().print(table)
