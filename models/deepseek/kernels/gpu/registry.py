@@ -29,6 +29,8 @@ MODULES: tuple[str, ...] = (
     "mla_cache",
     "mla_decode",
     "mla_merge",
+    "mla_gather",
+    "mla_prefill",
 )
 
 
