@@ -518,10 +518,11 @@ def test_a_rate_that_was_never_served_is_no_knee(peer: Peer, tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     point = report["points"][0]
-    # On a machine that stalls, calls are answered in any order: then it is too short to tell.
+    # On a machine that stalls, calls are answered in any order and read at one moment: then it is
+    # too short to tell.
     keeps_up = point["pace"]["keeps_up"]
     assert point["calls"]["within_limits"] == 40 and keeps_up is not True
-    assert point["pace"]["delivered"] < 1.2 / HELD_SECONDS
+    assert keeps_up is None or point["pace"]["delivered"] < 1.2 / HELD_SECONDS
     assert report["knee"] is None and report["knee_delivered"] is None
     assert "knee: none" in result.output
     assert ("did not keep up" if keeps_up is False else "too short to tell") in result.output
