@@ -58,7 +58,7 @@ class Flag:
 FLAGS = (
     Flag("model", "served_name", "NAME", "Name in /v1/models", "the folder's name"),
     Flag("model", "dtype", "NAME", "auto, float32 or bfloat16", "auto"),
-    Flag("model", "kernels", "NAME", "auto, native or torch", "auto"),
+    Flag("model", "kernels", "NAME", "auto, native, torch or triton (GPUs)", "auto"),
     Flag("model", "weights", "NAME", "FP8 blocks in memory: auto, fp8 or dequantised", "auto"),
     Flag("model", "mtp", "", "Load the multi-token-prediction layer, where there is one", "on"),
     Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
@@ -111,6 +111,9 @@ FLAGS = (
     Flag("engine", "seed", "N", "Seed of requests that bring none", "0"),
     Flag("engine", "lockstep_timeout", "SEC", "Silence after which /health says stalled", "60"),
     Flag("engine", "threads", "N", "Compute threads a rank", "cores / ranks here"),
+    Flag("engine", "device", "NAME", "Where to compute: auto, cpu or cuda", "auto"),
+    Flag("engine", "graphs", "NAME", "On GPUs, captured decode steps: auto or off", "auto"),
+    Flag("engine", "graph_memory", "SIZE", "Most memory of captured steps, a rank", "2GiB"),
     Flag("engine", "quiet", "", "Say nothing of how it starts; errors only", "off", letter="-q"),
     Flag("rebalance", "enabled", "", "Move experts while serving, by itself", "off"),
     Flag("rebalance", "interval_steps", "N", "Steps between looks at the load", "2000"),

@@ -43,6 +43,9 @@ class ForwardBatch:
     max_query_len: int  # largest number of scheduled tokens of a sequence (0 when empty)
     max_context_len: int
     ancestors: Tensor | None = None  # [T, W] int32, -1 behind the entries; None: no trees
+    # [T] bool: rows that fill a captured step up, at position -1 and slot -1. They write nothing,
+    # attend to nothing and are sent to nobody; what comes out of them means nothing. None: no such.
+    padding: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -38,13 +38,13 @@ class StepBatch:
     forward: ForwardBatch
     num_chosen: int
     prompt_rows: tuple[PromptRows, ...]
+    host: ForwardBatch | None = None  # what forward was before it went to a device
 
 
 def build_batch(
     plan: StepPlan,
     tables: NDArray[np.int32],
     block_size: int,
-    device: torch.device | None = None,
 ) -> StepBatch:
     """tables: `BlockTables.matrix`. An empty plan makes a batch of T = S = O = 0."""
     token_ids: list[int] = []
@@ -91,10 +91,7 @@ def build_batch(
         extra = [np.arange(first, first + len(p.next_ids)) for p, first in prompt_rows]
         logits_rows = np.concatenate([logits_rows, *extra])
 
-    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
-        made = torch.from_numpy(array)
-        return made if device is None else made.to(device, non_blocking=True)
-
+    tensor = torch.from_numpy
     forward = ForwardBatch(
         token_ids=tensor(np.array(token_ids, np.int64)),
         positions=tensor(positions),

@@ -76,7 +76,7 @@ class ModelSection(Section):
     checkpoint: Path = Path()
     served_name: str = ""  # name in /v1/models; empty: the checkpoint folder's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the checkpoint's, bf16 for FP8
-    kernels: Literal["auto", "native", "torch"] = "auto"
+    kernels: Literal["auto", "native", "torch", "triton"] = "auto"
     # FP8 blocks in memory: kept, or brought to dtype; the same results (auto: whichever is faster)
     weights: Literal["auto", "fp8", "dequantised"] = "auto"
     mtp: bool = True  # load the MTP layer where the checkpoint has one
@@ -134,6 +134,9 @@ class EngineSection(Section):
     seed: int = 0
     lockstep_timeout: float = Field(60.0, gt=0)  # seconds without progress before /health says so
     threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where each rank here can have one
+    graphs: Literal["auto", "off"] = "auto"  # captured decode steps on GPUs, where they can be
+    graph_memory: Size | None = Field(None, ge=1)  # bytes that all of them may take; None: 2 GiB
     quiet: bool = False  # say nothing of how the engine is put together
 
 

@@ -8,6 +8,7 @@ touches only this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from models.interface import (
 from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
+from moeserve.device.api import CudaApi
+from moeserve.device.graphs import StepGraphs
+from moeserve.device.staging import Staging
 from moeserve.logprobs import token_logprobs
 from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
@@ -55,10 +59,15 @@ class ModelRunner:
         self.rule = rule
         self._dispatcher: Dispatcher | None = getattr(model, "dispatcher", None)
         device = cache.layers[0].device
-        self._device = None if device.type == "cpu" else device
+        # How steps get to a device; None on CPUs, where they are.
+        self.staging = None if device.type == "cpu" else Staging(CudaApi(device))
+        self.graphs: StepGraphs | None = None  # captured decode steps, where there are (`build`)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        return build_batch(plan, self.tables.matrix, self.cache.block_size, self._device)
+        made = build_batch(plan, self.tables.matrix, self.cache.block_size)
+        if self.staging is None:
+            return made
+        return replace(made, forward=self.staging.send(made.forward), host=made.forward)
 
     @torch.inference_mode()
     def forward(
@@ -72,6 +81,10 @@ class ModelRunner:
             bound = largest_half(max_tokens) if in_halves and max_tokens else max_tokens
             self._dispatcher.set_step_bound(bound, decode_only)
         observer = self.tracer.observe(self.recorder)
+        if self.graphs is not None and batch.host is not None and not in_halves:
+            rows = self.graphs.rung(max_tokens, decode_only)
+            if rows is not None and batch.host.ancestors is None:
+                return self.graphs.run(rows, batch.host, batch.forward, observer)
         if not in_halves:
             return self.model.forward(batch.forward, self.cache, observer)
         out = self.model.forward(batch.forward, self.cache, observer, halves=True)
@@ -125,7 +138,7 @@ class ModelRunner:
         trees = [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]
         verdicts = verify(chosen, members, trees, self.rule)
         if batch.forward.ancestors is not None:
-            self._straighten(plan, batch.forward, trees, verdicts)
+            self._straighten(plan, batch.forward, trees, verdicts, batch.host)
         return StepResult(
             token_ids=[v.tokens[0] if v.tokens else -1 for v in verdicts],
             logprobs={j: v.logprobs[0] for j, v in enumerate(verdicts) if v.logprobs},
@@ -142,12 +155,14 @@ class ModelRunner:
         batch: ForwardBatch,
         trees: Seq[DraftTree],
         verdicts: Seq[Verdict],
+        host: ForwardBatch | None,
     ) -> None:
         """Accepted nodes' latents go to the places where a chain's would lie: the next step reads
         the sequence by position. What lay there belonged to nodes of other paths."""
         old: list[int] = []
         new: list[int] = []
-        slots, ends = batch.slot_mapping.tolist(), batch.query_start.tolist()
+        host = batch if host is None else host
+        slots, ends = host.slot_mapping.tolist(), host.query_start.tolist()
         for i, tree, verdict in zip(plan.sampled, trees, verdicts, strict=True):
             first = ends[i + 1] - tree.num_nodes  # of the nodes' rows
             for place, node in enumerate(verdict.nodes):

@@ -13,7 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dispatch.base import DispatchConfig
@@ -28,6 +27,7 @@ from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
+from moeserve.device.choose import DeviceChoice, DeviceUnavailable, choose_device, look
 from moeserve.dispatch_wire import WireChoice, decide_wire
 from moeserve.dispatching import Offer, agree_on_dispatcher, make_offer, read_wish
 from moeserve.folder import read_model
@@ -38,7 +38,6 @@ from moeserve.rebalancing.build import rebalance_problems
 from moeserve.speculate.build import SpeculatePlan, plan_speculation
 from moeserve.terminal import counted
 
-_DEVICE_TYPE = "cpu"  # where `build_engine` loads models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Settings that belong to one machine: paths may differ, what lies there may not (fingerprints).
 _LOCAL = (
@@ -48,6 +47,7 @@ _LOCAL = (
     "parallel.placement",
     "parallel.interface",
     "engine.threads",
+    "engine.device",  # what it has become is compared
 )
 
 
@@ -60,6 +60,7 @@ class StartUp:
     dtype: torch.dtype
     with_mtp: bool
     placement: ExpertPlacement
+    device: DeviceChoice
     kernels: KernelChoice
     dispatch: DispatchConfig
     wire: WireChoice
@@ -87,8 +88,8 @@ def prepare(config: ServeConfig, group: EPGroup) -> StartUp:
     if start is not None and choice is not None:
         start.chosen = choice
         start.known_bytes["dispatch_buffers"] = choice.plan(group).total
-        here = psutil.virtual_memory().available
-        short = shortage(start.known_bytes, here, group.ranks_per_node)
+        here, sharers = start.device.free_bytes(group.ranks_per_node)
+        short = shortage(start.known_bytes, here, sharers)
         problems += [short] if short else []
     agree_on_problems(group, problems)
     assert start is not None
@@ -112,7 +113,8 @@ def _resolve(
             f"parallel.ep={config.parallel.ep}: this job has {counted(group.size, 'rank')}; "
             f"start it with --ep {group.size} or as many processes as --ep says"
         )
-    kernels = _kernels(config, problems)
+    device = _device(config, group, problems)
+    kernels = _kernels(config, device, problems)
     if model is None:  # nothing that depends on it can be said
         return None
     notes: list[str] = []
@@ -123,7 +125,7 @@ def _resolve(
     beside = 0 if speculate is None else speculate.cache_bytes(dtype.itemsize)
     cache = _check_lengths(config, model, dtype, with_mtp, beside, problems)
     placement = first_placement(config, model, group, with_mtp, problems)
-    if placement is None or kernels is None:
+    if placement is None or kernels is None or device is None:
         return None
     try:
         plan = preflight(folder, model, placement, group.rank, with_mtp=with_mtp)
@@ -131,7 +133,7 @@ def _resolve(
             problems.append("model.weights='fp8': this checkpoint has no FP8 blocks; leave it out")
     except CheckpointError as error:
         problems.extend(f"model.checkpoint={folder}: {p}" for p in error.shown)
-    rows = decide_wire(config.parallel.wire, model.quantization, _DEVICE_TYPE)
+    rows = decide_wire(config.parallel.wire, model.quantization, device.device.type)
     dispatch = DispatchConfig(
         hidden_size=model.hidden_size,
         top_k=model.num_experts_per_tok + placement.num_logical_experts - model.n_routed_experts,
@@ -146,6 +148,8 @@ def _resolve(
     problems += rebalance_problems(config, group, placement, model.n_group, model.n_routed_experts)
     if problems:
         return None
+    if not device.on_cpu or config.engine.device != "auto":
+        notes.append(device.note)
     notes.append(kernels.reason)
     notes.append(rows.note)
     if speculate is not None:
@@ -179,6 +183,7 @@ def _resolve(
         dtype,
         with_mtp,
         placement,
+        device,
         kernels,
         dispatch,
         rows,
@@ -189,9 +194,22 @@ def _resolve(
     )
 
 
-def _kernels(config: ServeConfig, problems: list[str]) -> KernelChoice | None:
+def _device(config: ServeConfig, group: EPGroup, problems: list[str]) -> DeviceChoice | None:
+    asked = config.engine.device
     try:
-        return create_kernels(config.model.kernels)
+        return choose_device(asked, look(), group.rank, group.ranks_per_node)
+    except DeviceUnavailable as error:
+        problems.append(f"engine.device={asked!r}: {error}")
+        return None
+
+
+def _kernels(
+    config: ServeConfig, device: DeviceChoice | None, problems: list[str]
+) -> KernelChoice | None:
+    if device is None:  # what runs there cannot be said
+        return None
+    try:
+        return create_kernels(config.model.kernels, device.device)
     except Exception as error:  # a broken compiler may raise anything
         problems.append(f"model.kernels={config.model.kernels!r}: {error}")
         return None
@@ -205,6 +223,13 @@ def _fitting(
     problems: list[str],
 ) -> KernelChoice | None:
     name, shape = config.model.kernels, attention_shape(model)
+    sizes = getattr(kernels and kernels.kernels, "block_sizes", None)
+    if sizes is not None and config.cache.block_size not in sizes:
+        given, valid = config.cache.block_size, ", ".join(map(str, sizes))
+        near = min(sizes, key=lambda size: abs(size - given))
+        problems.append(
+            f"cache.block_size={given}: triton kernels take {valid}; nearest valid: {near}"
+        )
     try:
         return kernels and fitting(kernels, name, shape, dtype, config.engine.deterministic)
     except KernelsUnavailable as error:
@@ -287,6 +312,7 @@ def _shared_settings(config: ServeConfig, start: StartUp) -> dict[str, Any]:
         # Another instruction set sums in another order: law 5 would not hold between such hosts.
         "kernels": start.kernels.numerics if config.engine.deterministic else "any",
         "dtype": str(start.dtype),
+        "device": start.device.device.type,
         "torch": torch.__version__,
     }
 

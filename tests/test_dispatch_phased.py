@@ -98,6 +98,7 @@ def test_handles_go_home_to_their_maker_across_a_switch() -> None:
 
 def test_what_differs_follows_the_one_in_use_and_the_rest_is_of_both() -> None:
     one, other = Told("big", CONFIG), Told("small", CONFIG)
+    one.graph_safe = False
     other.quantises, other.max_in_flight, other.graph_safe = True, 2, True
     d = PhasedDispatcher(one, other)
     assert (d.quantises, d.graph_safe, d.max_in_flight) == (False, False, 2)

@@ -18,7 +18,7 @@ from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
-from moeserve import startup
+from moeserve.device import choose
 from moeserve.build import build_engine
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
@@ -198,7 +198,7 @@ def test_what_cannot_fit_is_said_before_weights_load(
     monkeypatch.setattr(Hungry, "need", 0)
     prepare(config(random_checkpoint), SINGLE)
     memory = type("Memory", (), {"available": 1 << 20})
-    monkeypatch.setattr(startup.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(choose.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(ConfigError, match="memory: .*weights"):
         prepare(config(random_checkpoint), SINGLE)
 

@@ -228,7 +228,7 @@ class DeepSeekModel:
         if isinstance(weights.ffn, MlpWeights):
             return k.mlp(x, weights.ffn.gate_up, weights.ffn.down)
         table = self._routing[weights.ffn.row]
-        return (yield from self._moe.stages(x, weights.ffn, table, clock, first_row))
+        return (yield from self._moe.stages(x, weights.ffn, table, clock, first_row, batch.padding))
 
 
 def _report_other(clock: Clock, start: float) -> None:

@@ -35,6 +35,8 @@ class Clock:
 
     def __init__(self, observer: StepObserver | None) -> None:
         self.observer = observer
+        # An observer that does not: of some backends, to know them is to wait for the device.
+        self.wants_rows = getattr(observer, "wants_rows", observer is not None)
         self.seconds = 0.0  # sum of all parts so far
 
     def part(self, name: str) -> AbstractContextManager[object]:
@@ -73,21 +75,24 @@ class MoE:
         return drain(self.stages(x, weights, table, clock))
 
     def stages(
-        self, x: Tensor, weights: MoeWeights, table: RoutingTable, clock: Clock, first_row: int = 0
-    ) -> Stages:
+        self, x: Tensor, weights: MoeWeights, table: RoutingTable, clock: Clock, first_row: int = 0,
+        padding: Tensor | None = None,
+    ) -> Stages:  # fmt: skip
         """The same in stages: it stops where rows have left, and again where results have. No part
         of the clock runs meanwhile. first_row: of x in this rank's batch of the step, by which
-        replicas are chosen: halves choose what the whole does."""
+        replicas are chosen: halves choose what the whole does. padding [T]: `ForwardBatch`."""
         with clock.part("gate"):
             ids, scores = self.kernels.gate(x, weights.gate, weights.bias, self.spec)
             ids, scores = with_shared(ids, scores, weights.gate.shape[0], table.num_logical_experts)
+            if padding is not None:
+                ids = ids.masked_fill(padding[:, None], -1)
             if clock.observer is not None:
                 clock.observer.expert_picks(weights.row, ids)
             slots = route(ids, table, token_keys(x.shape[0], self.rank + first_row, x.device))
         with clock.part("dispatch"):
             rows = self._for_wire(x)
             handle = self.dispatcher.dispatch_start(rows, slots, scores)
-            if clock.observer is not None:
+            if clock.wants_rows and clock.observer is not None:
                 clock.observer.rows_sent(weights.row, self.dispatcher.stats.rows_sent_to_rank)
         yield
         with clock.part("experts"):  # here the shared expert needs no dispatch: it fills the wait

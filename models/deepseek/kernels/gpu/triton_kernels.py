@@ -14,6 +14,7 @@ import torch
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT, INTERPRETED, triton
 from models.deepseek.kernels.gpu.mla_adapters import MlaBackend
+from models.deepseek.kernels.gpu.mla_rows import BLOCK_SIZES
 from models.deepseek.kernels.gpu.triton_attention import TritonAttention
 
 LEAST_CAPABILITY = (8, 9)  # the first with e4m3 in its matrix units
@@ -22,6 +23,7 @@ LEAST_CAPABILITY = (8, 9)  # the first with e4m3 in its matrix units
 class TritonKernels(TritonAttention):
     name = "triton"
     fp8_is_fast = True
+    block_sizes = BLOCK_SIZES  # of the paged cache
 
     def __init__(
         self,

@@ -1,0 +1,180 @@
+"""Streams, events, pinned memory and graphs, as far as a runner needs them.
+
+`CudaApi` is thin: each method is a few calls of torch.cuda. `ReplayedApi` does the same on any
+device by running again what was captured, and writes down what it was asked: so what stands above
+it is run, step by step, where there is no GPU.
+
+Knows torch.cuda. Knows nothing of models or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Body = Callable[[], Sequence[Tensor]]  # what is captured -> its outputs
+
+
+class Graph(Protocol):
+    """outputs: the tensors that each replay writes to."""
+
+    outputs: list[Tensor]
+
+    def replay(self) -> None: ...
+
+
+class Event(Protocol):
+    def record(self) -> None:
+        """Behind all that this thread has asked of the device so far."""
+        ...
+
+    def wait(self) -> None:
+        """The host waits for it."""
+        ...
+
+
+class DeviceApi(Protocol):
+    device: torch.device
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """uint8 on the host, from which copies go without the host waiting."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def warm_up(self, body: Body) -> None:
+        """Run it as it will be captured: kernels are compiled, libraries make what they keep."""
+        ...
+
+    def capture(self, body: Body) -> Graph: ...
+
+    def free_bytes(self) -> int: ...
+
+
+class CudaApi:
+    """The one place where graphs of torch.cuda are made; all share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None
+        self._side: Any = None
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Event:
+        return _CudaEvent()
+
+    def warm_up(self, body: Body) -> None:
+        side = self._stream()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            body()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def capture(self, body: Body) -> Graph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        # Other threads (experts that move) may go on using the device: only this one is captured.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream(), capture_error_mode="thread_local"
+        ):
+            outputs = list(body())
+        return _CudaGraph(graph, outputs)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def _stream(self) -> Any:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._side
+
+
+@dataclass
+class _CudaGraph:
+    graph: Any
+    outputs: list[Tensor]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class _CudaEvent:
+    """Made at its first record: an event belongs to the device that is current then."""
+
+    def __init__(self) -> None:
+        self._event: Any = None
+
+    def record(self) -> None:
+        if self._event is None:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@dataclass
+class ReplayedApi:
+    """The double. calls: what was asked, in order. free: bytes that are free, for budgets; each
+    capture takes `each` of them. refuse: captures that raise, by number."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    calls: list[str] = field(default_factory=list)
+    free: int = 1 << 40
+    each: int = 0
+    refuse: frozenset[int] = frozenset()
+    num_captures: int = 0
+
+    def pinned(self, nbytes: int) -> Tensor:
+        self.calls.append("pinned")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return _ReplayedEvent(self.calls)
+
+    def warm_up(self, body: Body) -> None:
+        self.calls.append("warm up")
+        body()
+
+    def capture(self, body: Body) -> Graph:
+        number, self.num_captures = self.num_captures, self.num_captures + 1
+        self.calls.append("capture")
+        if number in self.refuse:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.free -= self.each
+        return _ReplayedGraph(self, body, list(body()))
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+@dataclass
+class _ReplayedGraph:
+    api: ReplayedApi
+    body: Body
+    outputs: list[Tensor]
+
+    def replay(self) -> None:
+        self.api.calls.append("replay")
+        for kept, made in zip(self.outputs, self.body(), strict=True):
+            kept.copy_(made)
+
+
+@dataclass
+class _ReplayedEvent:
+    calls: list[str]
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
