@@ -175,7 +175,7 @@ def speculate(
     temperature: Annotated[str, typer.Option(metavar="X", help="Of sampling; 0 is greedy")] = "0",
     repeat: Annotated[
         str, typer.Option(metavar="N", help="Pairs of runs a row; the median counts")
-    ] = "5",
+    ] = "9",
     warmup: Annotated[
         str, typer.Option(metavar="N", help="Pairs before them, that do not count")
     ] = "1",

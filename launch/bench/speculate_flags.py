@@ -17,7 +17,7 @@ from moeserve.speculate.setting import AUTO, MAX_DEPTH, OFF, SpeculateWish, read
 
 DRAFTERS = ("mtp:auto",)
 BATCHES = "1"
-REPEAT, WARMUP = 5, 1
+REPEAT, WARMUP = 9, 1
 PROMPT, OUTPUT = 48, 64
 MOST_BATCH, MOST_TOKENS = 4096, 1_000_000
 HOTTEST = 2.0
