@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from launch.bench.figures import percentile
 from launch.bench.palette import COLOURS, FAINT, GRID, INK, PAPER
 from launch.bench.speculate_show import Result, short
 
@@ -41,6 +42,8 @@ def draw(result: Result, path: Path) -> None:
         _panel(panel, mine, over, drafters, handles)
         title = f"batch {value}" if other == "batch" else f"k = {value}"
         panel.set_title(title, loc="left", fontsize=9.5, color=INK)
+    # A pair that a busy machine broke may be ten times off: the scale is for what counts.
+    grid[0].set_ylim(0, 1.2 * max(max(row["speedup"], row["predicted"]) for row in rows))
     for panel in grid[::across]:
         panel.set_ylabel("times the speed without drafts", fontsize=8.5, color=INK)
     _frame(figure, result, handles, len(drafters))
@@ -66,8 +69,9 @@ def _panel(
                 continue
             line.sort(key=lambda r: auto if r[over] == "auto" else r[over])
             x = [auto if r[over] == "auto" else r[over] for r in line]
-            low = [r["speedup"] - r["speedup_least"] for r in line]
-            high = [r["speedup_most"] - r["speedup"] for r in line]
+            low = [r["speedup"] - percentile(sorted(r["ratios"]), 25) for r in line]
+            high = [percentile(sorted(r["ratios"]), 75) - r["speedup"] for r in line]
+            low, high = ([max(x, 0.0) for x in side] for side in (low, high))
             bars = panel.errorbar(
                 x, [r["speedup"] for r in line], yerr=[low, high], color=colour, marker=mark,
                 markersize=5, linewidth=1.6, elinewidth=0.8, zorder=3,
@@ -100,7 +104,7 @@ def _frame(figure: Any, result: Result, handles: dict[str, Any], drafters: int) 
     about = (
         f"{result.checkpoint}, ep {result.ep}, temperature {asked.temperature:g}, decode of "
         f"{asked.prompt_length}+{asked.output_length} tokens, median of {asked.repeat} pairs "
-        "(bars: least to most)"
+        "(bars: the middle half of them)"
     )
     wide = int(width * 15.2)
     head, foot = textwrap.wrap(about, wide), textwrap.wrap(result.made_on(), wide)
