@@ -54,7 +54,7 @@ class KernelCompilation:
         try:
             need_triton()
         except TritonMissing as error:
-            raise ConfigError([f"--compile-only: {error}"]) from error
+            raise ConfigError([f"--compile-only: {error}"]) from None
         import triton
 
         cases = all_cases()
@@ -79,7 +79,7 @@ class KernelCompilation:
                 done[task] = report
                 progress(report.kernel, len(done), len(tasks))
         except (CompileFailed, TritonMissing) as error:
-            raise ConfigError([f"--compile-only: {error}"]) from error
+            raise ConfigError([f"--compile-only: {error}"]) from None
         finally:
             progress.close()
         seconds = time.monotonic() - began
