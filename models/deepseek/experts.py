@@ -24,9 +24,11 @@ def run_experts(
     weights: ExpertWeights,
     form: CombineForm,
     dtype: torch.dtype = torch.bfloat16,
+    expected_pairs: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """What `combine_start` wants: y and, for ROUTED rows in the PAIRS form, the index of pairs.
-    dtype: the model's; rows in FP8 are dequantised to it.
+    dtype: the model's; rows in FP8 are dequantised to it. expected_pairs: (token, slot) pairs that
+    are likely here, where only the device knows how many are: it chooses among tiles, no more.
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
 
@@ -35,7 +37,7 @@ def run_experts(
     it is. Rows that belong to nobody then come back with anything in them.
     """
     if hasattr(kernels, "experts_masked"):
-        return _as_they_lie(kernels, received, weights, form, dtype)
+        return _as_they_lie(kernels, received, weights, form, dtype, expected_pairs)
     if received.layout is Layout.MASKED:
         return _masked(kernels, received, weights, form, dtype), None
     if received.scales is not None:
@@ -97,23 +99,26 @@ def _as_they_lie(
     weights: ExpertWeights,
     form: CombineForm,
     dtype: torch.dtype,
+    expected_pairs: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     r = received
+    rows = None if expected_pairs is None else -(-expected_pairs // max(1, weights.num_slots))
     if r.scales is not None and not hasattr(weights, "store_fp8"):
         x = dequantise(r.x, r.scales, r.scale_format, dtype)
         r = replace(r, x=x, scales=None, scale_format=ScaleFormat.NONE)
-    if r.layout is Layout.ROUTED and r.scales is None:
-        return _routed(kernels, r, weights, form)
     if r.layout is Layout.ROUTED:
         pair_rows, offsets, index = kernels.sort_pairs(r.slots, weights.num_slots)
-        y = kernels.experts_of_codes(r.x, r.scales, pair_rows, offsets, weights, dtype)
+        if r.scales is None:
+            y = kernels.experts(r.x, pair_rows, offsets, weights, rows)
+        else:
+            y = kernels.experts_of_codes(r.x, r.scales, pair_rows, offsets, weights, dtype, rows)
         if form is CombineForm.PAIRS:
             return y, index
         return kernels.combine_pairs(y, index, r.weights).to(dtype), None
     if r.layout is Layout.MASKED:
-        y = kernels.experts_masked(r.x, r.scales, r.counts, weights, dtype)
+        y = kernels.experts_masked(r.x, r.scales, r.counts, weights, dtype, rows)
     else:
-        y = kernels.experts_in_segments(r.x, r.scales, r.starts, r.counts, weights, dtype)
+        y = kernels.experts_in_segments(r.x, r.scales, r.starts, r.counts, weights, dtype, rows)
     if form is not CombineForm.SUMMED:
         return y, None
     return (y.to(torch.float32) * r.weights.view(*y.shape[:-1], 1)).to(y.dtype), None

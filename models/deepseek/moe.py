@@ -102,7 +102,10 @@ class MoE:
             received = self.dispatcher.dispatch_finish(handle)
         with clock.part("experts"):
             form = self.dispatcher.combine_form
-            y, index = run_experts(self.kernels, received, weights.experts, form, x.dtype)
+            # As many picks arrive at a rank as it sends, in the mean.
+            y, index = run_experts(
+                self.kernels, received, weights.experts, form, x.dtype, expected_pairs=slots.numel()
+            )
         with clock.part("combine"):
             self.dispatcher.combine_start(handle, y, index)
         yield

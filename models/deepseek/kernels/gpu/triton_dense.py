@@ -108,18 +108,26 @@ class TritonDense:
         return layout.pair_rows, layout.starts, layout.index
 
     def experts(
-        self, x: Tensor, pair_rows: Tensor, offsets: Tensor, weights: ExpertWeights
+        self,
+        x: Tensor,
+        pair_rows: Tensor,
+        offsets: Tensor,
+        weights: ExpertWeights,
+        expected_rows: int | None = None,
     ) -> Tensor:
-        """Rows of the result from offsets[e] on hold anything: no index points there."""
+        """Rows of the result from offsets[e] on hold anything: no index points there.
+        expected_rows, here and below: what a slot is likely to have; it chooses the tile only."""
         if pair_rows.shape[0] == 0 or weights.num_slots == 0:
             return x.new_zeros(pair_rows.shape[0], x.shape[1])
         starts, ends, limit = offsets[:-1], offsets[1:], offsets[-1:]
         if isinstance(weights, TritonExpertWeights):
-            return _in_model_dtype(x, weights, pair_rows, starts, ends, limit)
+            return _in_model_dtype(x, weights, pair_rows, starts, ends, limit, expected_rows)
         if not isinstance(weights, TritonFp8ExpertWeights):
             raise foreign(weights)
         codes, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
-        return self.experts_of_codes(codes, scales, pair_rows, offsets, weights, x.dtype)
+        return self.experts_of_codes(
+            codes, scales, pair_rows, offsets, weights, x.dtype, expected_rows
+        )
 
     def experts_of_codes(
         self,
@@ -129,6 +137,7 @@ class TritonDense:
         offsets: Tensor,
         weights: ExpertWeights,
         dtype: torch.dtype,
+        expected_rows: int | None = None,
     ) -> Tensor:
         """`experts` of rows in e4m3 with their scales, in any format -> [M, D] in dtype."""
         if not isinstance(weights, TritonFp8ExpertWeights):
@@ -138,7 +147,7 @@ class TritonDense:
         rows, scales_of_rows = permute(codes, pair_rows, scales)
         assert scales_of_rows is not None
         ends, limit = offsets[1:], offsets[-1:]
-        return _in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit)
+        return _in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit, expected_rows)
 
     def experts_in_segments(
         self,
@@ -148,6 +157,7 @@ class TritonDense:
         counts: Tensor,
         weights: ExpertWeights,
         dtype: torch.dtype,
+        expected_rows: int | None = None,
     ) -> Tensor:
         """Rows as they arrived (dispatch.base.Received, EXPANDED): x [N, D] in dtype, or e4m3 with
         scales; counts [e], of rows from starts [e] on (None: one segment behind the other) ->
@@ -161,13 +171,13 @@ class TritonDense:
             if scales is None:
                 x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
             limit = ends[-1:] if starts is None else None
-            return _in_e4m3(x, scales, weights, dtype, begins, ends, limit)
+            return _in_e4m3(x, scales, weights, dtype, begins, ends, limit, expected_rows)
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
         if begins is None:
             begins = torch.nn.functional.pad(ends[:-1], (1, 0))
         own = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        return _in_model_dtype(x, weights, own, begins, ends, None)
+        return _in_model_dtype(x, weights, own, begins, ends, None, expected_rows)
 
     def experts_masked(
         self,
@@ -176,6 +186,7 @@ class TritonDense:
         counts: Tensor,
         weights: ExpertWeights,
         dtype: torch.dtype,
+        expected_rows: int | None = None,
     ) -> Tensor:
         """Rows as they arrived (MASKED): x [e, M, D] in dtype, or e4m3 with scales; the first
         counts[s] rows of slot s -> [e, M, D], of which only those are written."""
@@ -188,16 +199,20 @@ class TritonDense:
             if scales is None:
                 x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
             both = grouped_gemm_masked(
-                x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype
-            )
+                x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype,
+                expected_rows=expected_rows,
+            )  # fmt: skip
             x, scales = quantise_silu_mul(both, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
-            return grouped_gemm_masked(x, scales, weights.down, weights.down_scales, counts, dtype)
+            return grouped_gemm_masked(
+                x, scales, weights.down, weights.down_scales, counts, dtype,
+                expected_rows=expected_rows,
+            )  # fmt: skip
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
         starts = torch.arange(0, slots * room, room, dtype=torch.int32, device=x.device)
         own = torch.arange(slots * room, dtype=torch.int32, device=x.device)
         rows = x.reshape(slots * room, hidden)
-        y = _in_model_dtype(rows, weights, own, starts, starts + counts, None)
+        y = _in_model_dtype(rows, weights, own, starts, starts + counts, None, expected_rows)
         return y.view(slots, room, hidden)
 
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -211,11 +226,12 @@ def _in_model_dtype(
     starts: Tensor,
     ends: Tensor,
     limit: Tensor | None,
+    expected_rows: int | None,
 ) -> Tensor:
     """x [N, D], rows [Q] int32 of x, slot s has the places starts[s] .. ends[s] - 1 -> [Q, D].
     limit [1] int32: the places from there on belong to nobody."""
     places = rows.shape[0]
-    expected = -(-places // weights.num_slots)
+    expected = expected_rows or -(-places // weights.num_slots)
     both = dense_grouped(x, weights.gate_up, rows, starts, ends, expected)
     own = torch.arange(places, dtype=torch.int32, device=x.device)
     return dense_grouped(silu_mul(both, limit), weights.down, own, starts, ends, expected)
@@ -229,10 +245,12 @@ def _in_e4m3(
     starts: Tensor | None,
     ends: Tensor,
     limit: Tensor | None,
+    expected_rows: int | None,
 ) -> Tensor:
     """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. starts None: one segment behind
     the other."""
-    form, expected = ScaleFormat.F32_ROW, -(-codes.shape[0] // weights.num_slots)
+    form = ScaleFormat.F32_ROW
+    expected = expected_rows or -(-codes.shape[0] // weights.num_slots)
     both = grouped_gemm_contiguous(
         codes, scales, weights.gate_up, weights.gate_up_scales, ends, dtype,
         alignment=1, starts=starts, expected_rows=expected,
