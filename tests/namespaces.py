@@ -106,7 +106,10 @@ class Machines:
             self._relay.kill()
             self._relay.wait()
         for i in range(self.num):
+            # A namespace's devices go with it, but later: the next one's would find the name taken.
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self.name(i))  # its devices go with it
+                _ip("link", "del", f"{_PREFIX}v{i}")
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", self.name(i))
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", f"{_PREFIX}b")
