@@ -12,11 +12,13 @@ from typing import Protocol
 from moeserve.terminal import say
 
 LINE_SECONDS = 5.0  # between two lines of a stage where no terminal is
+COUNTED = ("graphs",)  # stages that count pieces, not bytes
 
 
 class Progress(Protocol):
     def update(self, stage: str, done: int, total: int) -> None:
-        """stage: rendezvous | weights | cache | warmup; bytes so far and in all (0: unknown)."""
+        """stage: rendezvous | weights | cache | warmup | graphs; bytes (of graphs: captured steps)
+        so far and in all (0: unknown)."""
         ...
 
     def close(self) -> None: ...
@@ -54,6 +56,9 @@ class LineProgress:
         self._complete = done >= total
         if self._complete or now - self._told > LINE_SECONDS:
             self._told = now
+            if stage in COUNTED:
+                say(f"{stage}: {done} of {total}")
+                return
             rate = done / max(now - self._began, 1e-3) / 1e6
             say(f"{stage}: {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)")
 
@@ -67,17 +72,29 @@ class BarProgress:
         from rich.progress import (
             BarColumn,
             DownloadColumn,
+            Task,
             TaskID,
             TextColumn,
             TransferSpeedColumn,
         )
         from rich.progress import Progress as Bars
+        from rich.text import Text
+
+        class Amount(DownloadColumn):
+            def render(self, task: Task) -> Text:
+                if task.description in COUNTED:
+                    return Text(f"{task.completed:.0f}/{task.total or 0:.0f}")
+                return super().render(task)
+
+        class Speed(TransferSpeedColumn):
+            def render(self, task: Task) -> Text:
+                return Text() if task.description in COUNTED else super().render(task)
 
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),  # MB/s
+            Amount(),
+            Speed(),  # MB/s
             console=Console(stderr=True),
         )
         self._bars.start()

@@ -128,7 +128,8 @@ class ForwardOutput:
 
 class StepObserver(Protocol):
     """Receives what a step shows: picks of experts and where rows go (load), times of parts
-    (bench). May be None. layer: row of the placement."""
+    (bench). May be None. layer: row of the placement. One that has wants_rows = False hears nothing
+    of rows that are sent: on some devices to know them is to wait."""
 
     def expert_picks(self, layer: int, ids: Tensor) -> None:
         """ids [T, K]: the logical experts of each row of the batch, -1 where masked. Lent to be

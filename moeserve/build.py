@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
 from dispatch.base import DispatchConfig, Dispatcher
 from dispatch.mib import held_and_passing
 from ep.group import EPGroup, gather_objects
@@ -22,9 +20,17 @@ from ep.load import LoadWindow
 from models.deepseek.load import load_model
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
+from moeserve.device.ledger import MemoryLedger
+from moeserve.device.opening import (
+    KV_SHARE,
+    open_graphs,
+    open_ledger,
+    plan_kv,
+    warm_up_prefill,
+)
 from moeserve.engine import Engine
 from moeserve.lockstep import agree_min, agree_on_problems, settings_hash
-from moeserve.memory import CachePlan, CacheTooSmall
+from moeserve.memory import AUTO_SHARE, CachePlan, CacheTooSmall
 from moeserve.overlap import OverlapChoice, decide_overlap
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
@@ -50,7 +56,9 @@ def build_engine(
     progress("rendezvous", 0, 0)
     start = prepare(config, group)
     with_mtp = start.with_mtp
-    opening = _Opening(group, start)
+    nodes = 0 if start.speculate is None else start.speculate.nodes
+    ledger = _memory_plan(config, group, start, nodes)
+    opening = _Opening(group, start, ledger)
     model = load_model(
         config.model.checkpoint,
         dtype=start.dtype,
@@ -65,6 +73,7 @@ def build_engine(
         config=start.model,
         max_tokens_per_rank=config.schedule.token_budget,
         wire=start.dispatch.wire,
+        device=start.device.device,
     )
     start.notes.extend(model.weights.notes)
 
@@ -77,9 +86,14 @@ def build_engine(
     if start.speculate is not None:
         beside["drafter"] = start.speculate.memory_bytes(start.dtype.itemsize)
         bytes_per_token += start.speculate.cache_bytes(start.dtype.itemsize)
-    plan = _plan_cache(config, group, start, bytes_per_token, opening.available, beside)
+    if ledger is not None:
+        beside |= {kind: ledger.planned[kind] for kind in ("graphs", "workspace")}
+    plan = _plan_cache(config, group, start, bytes_per_token, opening, beside)
     start.notes.append(plan.describe())
     pages = model.cache_spec.allocate(plan.num_blocks, plan.block_size, model.device)
+    if ledger is not None:
+        ledger.plan({"kv_cache": plan.num_bytes})
+        ledger.took("kv_cache")
     cache = BlockCache(
         plan.num_blocks,
         plan.block_size,
@@ -131,6 +145,18 @@ def build_engine(
         )
     progress("warmup", 0, 0)
     _warm_up(engine)
+    if ledger is not None:
+        recorder.wants_rows = False  # of some dispatchers, to know them is to wait for the device
+        warm_up_prefill(runner, config.schedule.token_budget)
+        ledger.took("workspace")
+        runner.graphs = open_graphs(
+            config, group, runner, plan.max_model_len, nodes, start.notes,
+            lambda size, done, of: progress("graphs", done, of),
+        )  # fmt: skip
+        ledger.took("graphs")
+        agree_on_problems(group, ledger.exceeded())
+        engine.info["memory_plan"] = ledger.report()
+        engine.info["graphs"] = None if runner.graphs is None else runner.graphs.report()
     if group.rank == 0 and not config.engine.quiet:
         for note in start.notes:
             say(note)
@@ -144,19 +170,23 @@ class _Opening:
     """Makes the dispatcher that was agreed on, once the weights lie in place. available: bytes of
     this machine just before, when all ranks have their weights and none its buffers."""
 
-    def __init__(self, group: EPGroup, start: StartUp) -> None:
-        self._group, self._start = group, start
-        self.available = 0
+    def __init__(self, group: EPGroup, start: StartUp, ledger: MemoryLedger | None) -> None:
+        self._group, self._start, self._ledger = group, start, ledger
+        self.available, self.sharers = 0, 1
 
     def __call__(self, asked: DispatchConfig) -> Dispatcher:
         """asked: nothing new; each phase's sizes have been in the choice since `prepare`."""
         start = self._start
         gather_objects(self._group, None)
-        self.available = psutil.virtual_memory().available
+        self.available, self.sharers = start.device.free_bytes(self._group.ranks_per_node)
+        if self._ledger is not None:
+            self._ledger.took("weights")
         gather_objects(self._group, None)  # nobody opens before all have looked
         dispatcher = start.dispatchers.open(
             self._group, combine_pairs=start.kernels.kernels.combine_pairs
         )
+        if self._ledger is not None:
+            self._ledger.took("dispatch_buffers")
         lines = [start.dispatchers.describe(), *(f"  {note}" for note in dispatcher.notes)]
         buffers = start.dispatchers.plan(self._group)
         if buffers.total:
@@ -166,12 +196,30 @@ class _Opening:
         return dispatcher
 
 
+def _memory_plan(
+    config: ServeConfig, group: EPGroup, start: StartUp, nodes: int
+) -> MemoryLedger | None:
+    """On a GPU: what its memory is for, printed before anything is taken. Collective."""
+    ledger = open_ledger(
+        config, start.device, start.model, start.weight_bytes, start.keeps_fp8,
+        start.dispatchers.plan(group).total, nodes, start.dtype.itemsize,
+    )  # fmt: skip
+    if ledger is None:
+        return None
+    plan_kv(ledger, start.known_bytes["kv_cache"])
+    if group.rank == 0 and not config.engine.quiet:
+        say(ledger.describe())
+    short = ledger.shortage()
+    agree_on_problems(group, [short] if short else [])
+    return ledger
+
+
 def _plan_cache(
     config: ServeConfig,
     group: EPGroup,
     start: StartUp,
     bytes_per_token: int,
-    available: int,
+    opening: _Opening,
     beside: dict[str, int],
 ) -> CachePlan:
     """Each rank sizes its pool by its own machine; the longest sequence is agreed."""
@@ -182,9 +230,10 @@ def _plan_cache(
             config,
             bytes_per_token,
             start.model.max_position_embeddings,
-            available,
-            group.ranks_per_node,
+            opening.available,
+            opening.sharers,
             beside,
+            AUTO_SHARE if start.device.on_cpu else KV_SHARE,
         )
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")

@@ -65,6 +65,7 @@ def plan_cache(
     available_bytes: int = 0,
     ranks_here: int = 1,
     beside: Mapping[str, int] | None = None,
+    share: float = AUTO_SHARE,
 ) -> CachePlan:
     """kv_tokens or kv_memory as given (both: the smaller), else a share of `available_bytes`, of
     which `beside` is left to others first: bytes a rank that will be wanted and are not taken yet.
@@ -84,13 +85,12 @@ def plan_cache(
     if not given:
         ranks = max(ranks_here, 1)
         left = max(available_bytes - ranks * sum(beside.values()), 0)
-        share = int(left * AUTO_SHARE) // ranks
-        blocks = share // (bytes_per_token * block_size)
+        blocks = int(left * share) // ranks // (bytes_per_token * block_size)
         less = f", less {taken} a rank," if (taken := _in_words(beside)) else ""
         given.append(
             (
                 blocks,
-                f"auto: {AUTO_SHARE:.0%} of {available_bytes / 2**20:.0f} MiB available{less} over "
+                f"auto: {share:.0%} of {available_bytes / 2**20:.0f} MiB available{less} over "
                 f"{ranks_here} ranks here",
             )
         )

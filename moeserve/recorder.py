@@ -61,6 +61,7 @@ class StepRecorder:
 
     def __init__(self, window: LoadWindow | None = None, rank: int = 0) -> None:
         self.enabled = self.counting = True
+        self.wants_rows = True  # whether rows that are sent are told (StepObserver)
         self._rank = rank
         self.seconds: dict[str, float] = {}
         self.tokens = [0, 0]  # computed since start, by phase

@@ -32,7 +32,7 @@ from moeserve.dispatch_wire import WireChoice, decide_wire
 from moeserve.dispatching import Offer, agree_on_dispatcher, make_offer, read_wish
 from moeserve.folder import read_model
 from moeserve.lockstep import agree_on, agree_on_problems
-from moeserve.memory import CachePlan, CacheTooSmall, plan_cache, shortage
+from moeserve.memory import AUTO_SHARE, CachePlan, CacheTooSmall, plan_cache, shortage
 from moeserve.placing import first_placement
 from moeserve.rebalancing.build import rebalance_problems
 from moeserve.speculate.build import SpeculatePlan, plan_speculation
@@ -69,6 +69,8 @@ class StartUp:
     notes: list[str] = field(default_factory=list)
     chosen: Choice | None = None  # set once all ranks have agreed
     speculate: SpeculatePlan | None = None  # None: off
+    weight_bytes: dict[str, int] = field(default_factory=dict)  # of this rank, by kind
+    keeps_fp8: bool = False  # FP8 blocks stay such in memory
 
     @property
     def dispatchers(self) -> Choice:
@@ -191,6 +193,10 @@ def _resolve(
         known,
         notes,
         speculate=speculate,
+        weight_bytes=plan.memory_bytes(dtype.itemsize),
+        keeps_fp8=plan.has_fp8
+        and (config.model.weights == "fp8" or kernels.kernels.fp8_is_fast)
+        and config.model.weights != "dequantised",
     )
 
 
@@ -324,6 +330,7 @@ def size_cache(
     available: int,
     ranks_here: int,
     beside: Mapping[str, int] | None = None,
+    share: float = AUTO_SHARE,
 ) -> CachePlan:
     """`plan_cache` with the settings' values."""
     return plan_cache(
@@ -337,4 +344,5 @@ def size_cache(
         available_bytes=available,
         ranks_here=ranks_here,
         beside=beside,
+        share=share,
     )

@@ -66,6 +66,7 @@ class HalvesObserver:
 
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
+        self.wants_rows: bool = getattr(observer, "wants_rows", True)
         self._picks: tuple[int, Tensor] | None = None  # of the first half: layer, [T, K]
         self._rows: tuple[int, list[int]] | None = None
 

@@ -8,13 +8,15 @@ Knows bytes. Asks no device: who opens a ledger says how free bytes are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+
+from models.deepseek.config import DeepSeekConfig
 
 GIB = 1 << 30
 # What allocators round up to, and what a context or a library takes by the way.
 SLACK_SHARE = 0.02
-SLACK_BYTES = 256 << 20
+SLACK_BYTES = 512 << 20
+ATTENTION_PARTS = 512 << 20  # bytes that attention split over a long context leaves for its merge
 
 
 class MemoryLedger:
@@ -22,7 +24,7 @@ class MemoryLedger:
 
     def __init__(self, free: Callable[[], int], total: int) -> None:
         self._free, self.total = free, total
-        self.at_start = free()
+        self.at_start = self._mark = free()
         self.planned: dict[str, int] = {}
         self.taken: dict[str, int] = {}
 
@@ -30,23 +32,23 @@ class MemoryLedger:
         """Bytes by kind; a kind that is planned again counts as told last."""
         self.planned.update(parts)
 
-    @contextmanager
-    def taking(self, kind: str) -> Iterator[None]:
-        """What is taken within is of this kind."""
-        before = self._free()
-        yield
-        self.taken[kind] = self.taken.get(kind, 0) + max(before - self._free(), 0)
+    def took(self, kind: str) -> int:
+        """What has been taken since the last call is of this kind -> its bytes. What was given
+        back counts as nothing."""
+        now = self._free()
+        taken, self._mark = max(self._mark - now, 0), now
+        self.taken[kind] = self.taken.get(kind, 0) + taken
+        return taken
 
     def describe(self) -> str:
         """The plan in lines, before it is carried out."""
-        width = max(map(len, self.planned), default=0)
+        kinds = {kind: size for kind, size in self.planned.items() if size}
+        width = max((len(kind) for kind in kinds), default=0)
         lines = [
-            f"memory plan: {sum(self.planned.values()) / GIB:.2f} GiB of {self.at_start / GIB:.2f} "
-            f"free ({self.total / GIB:.2f} in all)"
+            f"memory plan: {sum(kinds.values()) / GIB:.2f} GiB of {self.at_start / GIB:.2f} free "
+            f"({self.total / GIB:.2f} in all)"
         ]
-        for kind, size in self.planned.items():
-            if size:
-                lines.append(f"  {_words(kind):<{width}}  {size / GIB:9.3f} GiB")
+        lines += [f"  {_words(k):<{width}} {size / GIB:9.3f} GiB" for k, size in kinds.items()]
         return "\n".join(lines)
 
     def shortage(self) -> str | None:
@@ -61,10 +63,13 @@ class MemoryLedger:
         )
 
     def exceeded(self) -> list[str]:
-        """A line for each kind that took more than planned."""
+        """A line for each kind that took more than planned; "weights" is held to all kinds of
+        them together."""
         lines = []
         for kind, taken in self.taken.items():
-            planned = self.planned.get(kind, 0)
+            planned = sum(
+                size for k, size in self.planned.items() if k == kind or k.startswith(f"{kind}: ")
+            )
             if taken > planned * (1 + SLACK_SHARE) + SLACK_BYTES:
                 lines.append(
                     f"memory: {_words(kind)} took {taken} bytes ({taken / GIB:.2f} GiB), "
@@ -75,6 +80,19 @@ class MemoryLedger:
     def report(self) -> dict[str, dict[str, int]]:
         """For `/health`."""
         return {"planned": dict(self.planned), "taken": dict(self.taken)}
+
+
+def workspace_bytes(model: DeepSeekConfig, token_budget: int, rows: int, itemsize: int) -> int:
+    """What a step holds while it runs, at most: activations of a layer for token_budget rows, and
+    the logits of `rows`, their probabilities and a copy."""
+    c, picks = model, model.num_experts_per_tok + model.n_shared_experts
+    attention = (c.q_lora_rank or 0) + c.cache_width
+    attention += c.num_attention_heads * (
+        c.qk_head_dim + c.kv_lora_rank + c.cache_width + c.v_head_dim
+    )
+    expert = 2 * c.hidden_size + 3 * c.moe_intermediate_size
+    token = (6 * c.hidden_size + attention + picks * expert) * itemsize + 4 * c.hidden_size
+    return token_budget * token + 12 * rows * c.vocab_size + ATTENTION_PARTS
 
 
 def _words(kind: str) -> str:

@@ -1,0 +1,162 @@
+"""What an engine on a GPU has beside one on a CPU: a memory plan that is held, captured steps.
+
+Knows settings, what `prepare` resolved, the runner. On CPUs none of it is opened.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ep.group import EPGroup
+from models.deepseek.config import DeepSeekConfig
+from models.interface import ForwardBatch
+from moeserve.config import ServeConfig
+from moeserve.device.api import CudaApi, DeviceApi
+from moeserve.device.choose import DeviceChoice
+from moeserve.device.graphs import DEFAULT_MEMORY, Budget, Progress, StepGraphs
+from moeserve.device.ladder import ladder
+from moeserve.device.ledger import MemoryLedger, workspace_bytes
+from moeserve.lockstep import agree_min
+from moeserve.runner import ModelRunner
+
+KV_SHARE = 0.95  # of what is left on a device when all others have theirs, for an automatic cache
+
+
+def decode_rows(config: ServeConfig, drafts: int) -> int:
+    """The most rows of a decode step of a rank."""
+    rows = config.schedule.max_num_sequences * (1 + drafts)
+    return min(rows, config.schedule.token_budget)
+
+
+def graph_memory(config: ServeConfig) -> int:
+    if config.engine.graphs == "off":
+        return 0
+    return config.engine.graph_memory or DEFAULT_MEMORY
+
+
+def open_ledger(
+    config: ServeConfig,
+    device: DeviceChoice,
+    model: DeepSeekConfig,
+    weights: dict[str, int],
+    keeps_fp8: bool,
+    buffers: int,
+    drafts: int,
+    itemsize: int,
+) -> MemoryLedger | None:
+    """The plan of a GPU's memory but for the KV cache, whose size follows from it. weights: bytes
+    by kind if none were FP8. None on a CPU."""
+    if device.on_cpu:
+        return None
+    where = device.device
+    torch.cuda.set_device(where)
+    free, total = torch.cuda.mem_get_info(where)
+    ledger = MemoryLedger(lambda: int(torch.cuda.mem_get_info(where)[0]), int(total))
+    rows = decode_rows(config, drafts)
+    if keeps_fp8:
+        weights = in_fp8(weights, model, itemsize)
+    ledger.plan({f"weights: {kind}": size for kind, size in weights.items()})
+    ledger.plan(
+        {
+            "dispatch_buffers": buffers,
+            "graphs": graph_memory(config),
+            "workspace": workspace_bytes(model, config.schedule.token_budget, rows, itemsize),
+        }
+    )
+    return ledger
+
+
+def in_fp8(weights: dict[str, int], model: DeepSeekConfig, itemsize: int) -> dict[str, int]:
+    """Bytes by kind where FP8 blocks stay such: a byte a value and a scale for 128 x 128 of them;
+    but kv_b, which attention wants taken apart, is in the model's dtype."""
+    c = model
+    layers = c.num_hidden_layers + c.num_mtp_layers
+    kv_b = layers * c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank
+    found = dict(weights)
+    for kind in ("attention", "dense_mlp", "experts", "shared_expert"):
+        if kind in found:
+            found[kind] = found[kind] * 1025 // (1024 * itemsize)
+    if "attention" in found:
+        found["attention"] += kv_b * (itemsize - 1)
+    return found
+
+
+def plan_kv(ledger: MemoryLedger, given: int) -> None:
+    """given: bytes that settings say, 0: what is left."""
+    left = int((ledger.at_start - sum(ledger.planned.values())) * KV_SHARE)
+    ledger.plan({"kv_cache": given or max(left, 0)})
+
+
+def no_graphs(config: ServeConfig, runner: ModelRunner, rows: int) -> str | None:
+    """Why decode steps are not captured; None: they can be."""
+    if config.engine.graphs == "off":
+        return "off (asked for)"
+    dispatcher = getattr(runner.model, "dispatcher", None)
+    if dispatcher is None:
+        return None
+    dispatcher.set_step_bound(rows, True)  # of two backends, that of decode
+    if not dispatcher.graph_safe:
+        return (
+            f"none; dispatcher {dispatcher.name!r} cannot be captured: the host waits for what "
+            "ranks send"
+        )
+    return None
+
+
+def open_graphs(
+    config: ServeConfig,
+    group: EPGroup,
+    runner: ModelRunner,
+    max_len: int,
+    drafts: int,
+    notes: list[str],
+    progress: Progress = lambda size, done, of: None,
+    api: DeviceApi | None = None,
+) -> StepGraphs | None:
+    """Capture decode steps at a ladder of sizes; notes: what came of it. Collective on `group`.
+    None where there are none."""
+    rows = decode_rows(config, drafts)
+    why = no_graphs(config, runner, rows)
+    if why is not None:
+        notes.append(f"graphs: {why}")
+        return None
+    dispatcher = getattr(runner.model, "dispatcher", None)
+
+    def set_bound(size: int) -> None:
+        if dispatcher is not None:
+            dispatcher.set_step_bound(size, True)
+
+    device = runner.cache.layers[0].device
+    graphs = StepGraphs(
+        runner.model, runner.cache, api or CudaApi(device), ladder(rows), max_len, set_bound
+    )
+    graphs.capture_all(
+        Budget(memory=graph_memory(config)), progress, lambda ok: bool(agree_min(group, int(ok)))
+    )
+    told = ", ".join(map(str, graphs.rungs)) or "no size"
+    notes.append(f"graphs: decode steps captured at {told} rows in {graphs.seconds:.1f} s")
+    notes += graphs.notes
+    return graphs if graphs.rungs else None
+
+
+@torch.inference_mode()
+def warm_up_prefill(runner: ModelRunner, rows: int) -> None:
+    """A step of the largest size whose rows are all nobody's: takes what such a step will take."""
+    device = runner.cache.layers[0].device
+    nobody = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=nobody,
+        slot_mapping=nobody,
+        query_start=torch.zeros(2, dtype=torch.int32, device=device),
+        context_len=torch.zeros(1, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        logits_rows=nobody[:0],
+        max_query_len=1,
+        max_context_len=1,
+        padding=nobody < 0,
+    )
+    dispatcher = getattr(runner.model, "dispatcher", None)
+    if dispatcher is not None:
+        dispatcher.set_step_bound(rows)
+    runner.model.forward(batch, runner.cache, None)
