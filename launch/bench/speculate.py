@@ -19,7 +19,7 @@ from launch.bench.speculate_flags import Asked, Cell, SpeculateFlags
 from launch.env import RankEnv
 from launch.settings import Given
 from moeserve.errors import ConfigError, MoeserveError
-from moeserve.speculate.setting import MAX_DEPTH
+from moeserve.speculate.setting import AUTO, MAX_DEPTH
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
@@ -147,7 +147,10 @@ def _measure(
             assert on.speculator is not None
             drafter = on.speculator.drafter
             nodes = drafter.max_nodes if drafter.max_nodes > drafter.max_depth else 0
-            rows.append(row(cell, pairs, config.speculate.rule == "same", nodes))
+            found = row(cell, pairs, config.speculate.rule == "same", nodes)
+            if cell.wish.name == AUTO:
+                found["drafter"] = drafter.name  # what it became
+            rows.append({"asked": cell.text, **found})
             progress(where, done, total)
     finally:
         progress.close()
