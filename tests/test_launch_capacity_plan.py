@@ -299,3 +299,58 @@ def test_what_is_nearest_is_so_with_what_is_left_to_us(
     for value in near[0] if gpus == "128" else []:
         left = told(*flags, "--tp", str(value))["violations"]
         assert {v["severity"] for v in left} <= {"warning"}
+
+
+def test_groups_are_placed_by_what_is_predicted() -> None:
+    """The quicker policy is taken and the other told; either may be asked for; balance and traffic
+    are of the same placement."""
+    auto = told("--preset", "v3-prefill-32")["phases"]["prefill"]
+    placed = auto["layout"]["placement"]
+    (other,) = placed["others"]
+    assert (placed["groups"], other["groups"]) == ("free", "node")
+    assert placed["nodes_per_token"] == pytest.approx(3.6, abs=0.03)
+    assert other["nodes_per_token"] < 3.2
+    assert auto["prediction"]["tokens_per_s_per_gpu"] > other["tokens_per_s_per_gpu"]
+    asked = told("--preset", "v3-prefill-32", "--groups", "node")["phases"]["prefill"]
+    assert asked["layout"]["placement"]["others"] == []
+    assert asked["layout"]["placement"]["nodes_per_token"] == other["nodes_per_token"]
+    assert asked["layout"]["balance"]["mean"] == pytest.approx(other["balance"])
+    assert other["balance"] > 1.3
+    assert asked["prediction"]["tokens_per_s_per_gpu"] == other["tokens_per_s_per_gpu"]
+    sent = [
+        x["prediction"]["traffic_bytes_per_token_per_layer"]["dispatch_across"]
+        for x in (auto, asked)
+    ]
+    rows = [x["layout"]["placement"]["nodes_per_token"] * 3 / 4 for x in (auto, asked)]
+    assert sent == pytest.approx([n * (7168 + 224) for n in rows])
+    screen = CliRunner().invoke(app, ["plan", "--preset", "v3-prefill-32"]).stdout
+    assert "3.62 of 4 nodes; groups of experts lie anywhere" in " ".join(screen.split())
+
+
+def test_even_groups_stay_on_nodes(tmp_path: Path) -> None:
+    """Where keeping them costs no balance, fewer rows cross."""
+    np.savez(tmp_path / "even.npz", loads=np.ones((4, 256)))
+    flags = ["--gpu", "h800", "--gpus", "32", "--phase", "prefill", "--redundant", "0"]
+    plan = told("deepseek-v3", *flags, "--trace", str(tmp_path / "even.npz"))
+    placed = plan["phases"]["prefill"]["layout"]["placement"]
+    assert placed["groups"] == "node" and placed["nodes_per_token"] < 3.2
+
+
+def test_groups_that_cannot_stay_on_nodes_are_refused_with_reasons() -> None:
+    for flags, reason in (
+        ([*V3], "8 groups of experts do not divide among 18 nodes; valid are free, auto"),
+        (["deepseek-v3", "--gpus", "8", "--gpu", "h800"], "not two or more whole nodes of 8"),
+        (["kimi-k2", "--gpus", "32", "--gpu", "h200"], "knows no groups of experts"),
+    ):
+        (found,) = problems(*flags, "--groups", "node")
+        assert reason in found
+    assert "nearest: node" in problems(*V3, "--groups", "nodes")[0]
+    assert problems("deepseek-v3", "--gpu", "h800", "--search", "--groups", "node") == [
+        "--groups: has no meaning with --search"
+    ]
+
+
+def test_parameters_of_a_token_count_the_head() -> None:
+    said = told(*V3)["parameters"]
+    assert said["active"] == pytest.approx(36.6e9, rel=0.002)
+    assert "with the head" in CliRunner().invoke(app, ["plan", *V3]).stdout

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.capacity.asked import Typed, read
-from launch.capacity.balance import balance, least_balance
+from launch.capacity.balance import balance, hoped
 from launch.capacity.candidates import Candidate, Pools, leaders, pareto
 from launch.capacity.deployment import from_preset
+from launch.capacity.groups import policies
 from launch.capacity.screen_search import front_rows
 from launch.capacity.search import _pools, search
 from launch.cli import app
@@ -51,10 +52,15 @@ def test_leaving_pools_out_changes_nothing_on_loads_of_an_operator() -> None:
     assert few.num_allowed == whole.num_allowed
 
 
-def test_no_placement_is_below_the_least_balance() -> None:
-    base = replace(from_preset("v3-prefill-32"), gpus=1)
+@pytest.mark.parametrize("preset", ["v3-prefill-32", "k2-decode-96"])
+def test_no_placement_is_better_than_what_is_hoped(preset: str) -> None:
+    base = replace(from_preset(preset), gpus=1)
     for pool in list(_pools(base, 48, None))[::5]:
-        assert pool.balance <= least_balance(pool) <= balance(pool).mean * (1 + 1e-9)
+        assert pool == hoped(replace(pool, balance=1.0, reach=None))
+        for groups in policies(replace(pool, dispatch="deepep_normal")):
+            found = balance(replace(pool, groups=groups))
+            assert pool.balance <= found.mean and pool.reach is not None
+            assert pool.reach.nodes <= found.reach.nodes and pool.reach.ranks <= found.reach.ranks
 
 
 def test_only_pools_that_matter_are_priced() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from launch.capacity.hardware import profile, profiles
 from launch.capacity.known import MODELS, load_shape
+from launch.capacity.picks import Reach
 from launch.capacity.times import Calibration, Pool, decode_step, prefill_step
 from launch.capacity.traffic import low_latency, node_aware, once_a_rank, reach
 from launch.capacity.validate import FITTED, fit, validate
@@ -34,6 +35,17 @@ def test_the_constants_are_what_the_fit_gives() -> None:
         assert getattr(again, name) == pytest.approx(getattr(C, name), rel=0.03), name
 
 
+def test_what_was_believed_before_is_told_apart() -> None:
+    """More constants than points: the report says so, and what they give unfitted."""
+    found = validate()
+    said = found.as_json()
+    assert len(FITTED) == 9 and said["fitted_on_points"] == 7
+    before = said["before_fitting"]
+    assert 0.04 < before["median_error"] < 0.06 < before["median_error_throughput"] < 0.10
+    assert before["worst_error"] > said["worst_error_fitted"]
+    assert "9 constants were fitted on 7 throughputs" in found.told() and "4.9%" in found.told()
+
+
 def test_a_broken_constant_shows() -> None:
     broken = validate(replace(C, prefill_core=0.1, intensity=100.0))
     assert broken.median_error(unit="tok/s/node") > 0.25
@@ -44,8 +56,7 @@ def test_shapes_are_those_of_the_reports(model: str) -> None:
     shape = load_shape(model)
     total, active = {"deepseek-v3": (671e9, 37e9), "kimi-k2": (1.03e12, 32e9)}[model]
     assert shape.total == pytest.approx(total, rel=0.01)
-    # The reports count the tables of the embedding (one of two) as active.
-    assert shape.active + shape.embedding == pytest.approx(active, rel=0.05)
+    assert shape.active == pytest.approx(active, rel=0.05)
     assert shape.kv_bytes() == 70272  # 61 layers of 576 values in BF16
     assert shape.kv_bytes(fp8=True) == 61 * 656
 
@@ -59,13 +70,15 @@ def test_low_latency_bytes_are_those_of_the_library() -> None:
 @pytest.mark.parametrize("nodes", [2, 4, 8, 18])
 def test_fewer_rows_cross_where_nodes_are_known(nodes: int) -> None:
     ranks = 8 * nodes
-    by_pick, by_rank, by_node = (
-        f(V3, ranks, nodes) for f in (low_latency, once_a_rank, node_aware)
-    )
-    assert by_node.across <= by_rank.across <= by_pick.across
     seen = reach(V3.config, ranks, nodes)
     assert 1 <= seen.nodes <= min(nodes, 4 if nodes <= 8 else 8) + 1e-9  # four of eight groups
     assert seen.nodes <= seen.ranks <= 8
+    by_pick = low_latency(V3, ranks, nodes)
+    by_rank, by_node = (f(V3, ranks, nodes, seen) for f in (once_a_rank, node_aware))
+    assert by_node.across <= by_rank.across <= by_pick.across
+    more = node_aware(V3, ranks, nodes, Reach(seen.ranks, 1.1 * seen.nodes))
+    assert more.across == pytest.approx(1.1 * by_node.across)
+    assert more.within == pytest.approx(by_node.within)
 
 
 def test_steps_grow_with_work_and_shrink_with_gpus() -> None:

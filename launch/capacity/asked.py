@@ -14,8 +14,17 @@ from typing import Any
 from dispatch import parse_dispatch
 from dispatch.base import DispatchError
 from ep.trace import TraceError, read_trace
-from launch.capacity.balance import Balance, FloatArray, balance
-from launch.capacity.deployment import PRESETS, Deployment, Phase, Preset, from_preset, preset
+from launch.capacity.balance import FloatArray, balance
+from launch.capacity.deployment import (
+    PRESETS,
+    Deployment,
+    Groups,
+    Phase,
+    Preset,
+    from_preset,
+    preset,
+)
+from launch.capacity.groups import WISHES, Placed, policies, quickest, why_not
 from launch.capacity.hardware import Gpu, profile, profiles
 from launch.capacity.known import load_shape
 from launch.capacity.memory import memory
@@ -49,6 +58,7 @@ class Typed:
     shared: str | None = None
     tp: str | None = None
     dispatch: str | None = None
+    groups: str | None = None
     wire: str | None = None
     sequences: str | None = None
     tokens: str | None = None
@@ -72,9 +82,9 @@ class Typed:
 
 @dataclass(frozen=True)
 class Asked:
-    """bases: a deployment a phase that is asked for. auto_redundant, auto_batch, auto_tokens: to
-    be chosen for them, as a dispatch of "auto" is. loads [L, E]: of each phase, and their source;
-    None: typical."""
+    """bases: a deployment a phase that is asked for. groups: of `groups.WISHES`. auto_redundant,
+    auto_batch, auto_tokens: to be chosen for them, as a dispatch of "auto" is. loads [L, E]: of
+    each phase, and their source; None: typical."""
 
     bases: list[Deployment]
     work: Workload
@@ -86,6 +96,7 @@ class Asked:
     longest: int | None
     most_gpus: int
     preset: str | None
+    groups: str
     auto_redundant: bool
     auto_batch: bool
     auto_tokens: bool
@@ -96,30 +107,41 @@ class Asked:
     def plan(self) -> Plan:
         reports = []
         for base in self.bases:
-            d, spread = self._chosen(base)
+            chosen, *others = self._chosen(base)
             reports.append(
                 report(
-                    d,
+                    chosen.deployment,
                     self.work,
-                    spread=spread,
+                    spread=chosen.balance,
+                    others=others,
                     price=self.price,
                     longest=self.longest,
                     node=self.node,
                     limits=self.limits,
-                    follow=partial(self._followed, base, d),
+                    follow=partial(self._followed, base, chosen.deployment),
                 )
             )
         return Plan(reports, self.preset)
 
-    def _chosen(self, d: Deployment) -> tuple[Deployment, Balance]:
-        """With all that `auto` leaves to us."""
-        d = self._spare(d)
+    def _chosen(self, base: Deployment) -> list[Placed]:
+        """With all that `auto` leaves to us, by every policy for groups; the one to take first."""
+        free = self._placed(base, "free")
+        tried = [
+            free if groups == "free" else self._placed(base, groups)
+            for groups in policies(free.deployment, self.groups)
+        ]
+        best = quickest(tried)
+        return [best, *(x for x in tried if x is not best)]
+
+    def _placed(self, base: Deployment, groups: Groups) -> Placed:
+        d = replace(self._spare(base), groups=groups)
         spread = balance(d, self.loads_of(d), self.source)
-        return self._filled(replace(d, balance=spread.mean)), spread
+        d = self._filled(spread.of(d))
+        return Placed(d, spread, predict(d, self.work, self.price))
 
     def _followed(self, base: Deployment, d: Deployment, other: Deployment) -> Deployment:
         """What would be planned with the fields of other that are not those of d typed; its balance
-        is that of d."""
+        is that of d, and its reach where it has as many GPUs."""
         typed = {f.name: getattr(other, f.name) for f in fields(other)}
         typed = {name: x for name, x in typed.items() if x != getattr(d, name)}
         again = replace(
@@ -128,7 +150,10 @@ class Asked:
             auto_batch=self.auto_batch and "sequences" not in typed,
             auto_tokens=self.auto_tokens and "tokens" not in typed,
         )
-        made = replace(base, **({"balance": d.balance} | typed))
+        kept: dict[str, Any] = {"balance": d.balance, "groups": d.groups}
+        if other.gpus == d.gpus:
+            kept["reach"] = d.reach
+        made = replace(base, **(kept | typed))
         return again._filled(again._spare(made))
 
     def _spare(self, d: Deployment) -> Deployment:
@@ -183,7 +208,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
     """ConfigError with everything that is wrong. search: numbers of GPUs, slots and steps are not
     asked for."""
     v = Values()
-    chosen = None if typed.preset is None else v.attempt(lambda: _preset(typed.preset), None)
+    chosen = None if typed.preset is None else v.attempt(lambda: preset(typed.preset or ""), None)
     unknown = typed.preset is not None and chosen is None  # what it would say is not missed as well
     shape = _shape(v, typed.model, chosen, unknown)
     gpu = _gpu(v, typed.gpu, chosen, unknown)
@@ -218,6 +243,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         "sequences": _auto(v, "--sequences", typed.sequences, first.get("sequences"), 1),
         "tokens": _auto(v, "--tokens", typed.tokens, first.get("tokens"), 1),
     }
+    groups = v.choice("--groups", typed.groups, AUTO, WISHES)
     most = v.whole("--max-gpus", typed.max_gpus, given["gpus"] or SEARCH_GPUS, 1, MOST_GPUS)
     if typed.gpus is None and start is None and not search and not unknown:
         v.problems.append("--gpus: must be given: GPUs over which experts are sharded, such as 32")
@@ -242,6 +268,9 @@ def read(typed: Typed, search: bool = False) -> Asked:
         bases.append(
             Deployment(shape, _name(typed, chosen), gpu, phase=phase, dispatch=ways[phase], **made)
         )
+    if groups == "node" and not search and (reason := why_not(bases[0])) is not None:
+        v.problems.append(reason)
+        v.check()
     return Asked(
         bases,
         work,
@@ -249,6 +278,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         source=None if typed.trace is None else typed.trace.name,
         most_gpus=most,
         preset=typed.preset,
+        groups=groups,
         auto_redundant=given["redundant"] is None,
         auto_batch=given["sequences"] is None,
         auto_tokens=given["tokens"] is None,
@@ -269,10 +299,6 @@ def _auto(v: Values, flag: str, text: str | None, start: int | None, least: int)
     if text == AUTO or (text is None and start is None):
         return None
     return v.whole(flag, text, start or 0, least, MOST_GPUS if flag == "--redundant" else 1 << 20)
-
-
-def _preset(name: str | None) -> Preset:
-    return preset(name or "")
 
 
 def _name(typed: Typed, chosen: Preset | None) -> str:

@@ -1,6 +1,7 @@
-"""How evenly a layout spreads expert load, by our own planner on a trace.
+"""How evenly a layout spreads expert load, by our own planner on a trace, and where tokens then go.
 
-Knows: loads, slots, GPUs. Knows nothing of time. Without a trace of the operator's, a typical one
+Both of one placement. Knows: loads, slots, GPUs, groups of experts. Knows nothing of time, nor of
+which policy for groups is worth it (`groups`). Without a trace of the operator's, a typical one
 of the phase: shares of eight MoE layers of DeepSeek-V3 in decode (2,000 tokens in, 100 out) or in
 prefill (4,096 in), from the counts that SGLang gave out for its wide-EP runs
 (GeneratedRandomly/SGLang-reproduce at c79682c). Other numbers of experts take the sorted curve,
@@ -11,7 +12,7 @@ Shape letters: L layers, E routed experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
@@ -20,7 +21,16 @@ from numpy.typing import NDArray
 
 from ep.planner import PlanOptions, plan
 from ep.planning.replicate import balance_bound
-from launch.capacity.deployment import Deployment, Phase
+from launch.capacity.deployment import Deployment, Groups, Phase
+from launch.capacity.picks import (
+    Grid,
+    Reach,
+    least_free,
+    least_grouped,
+    picks_of,
+    reach_of,
+)
+from models.deepseek.config import DeepSeekConfig
 
 FloatArray = NDArray[np.float64]
 _TYPICAL: dict[Phase, str] = {"decode": "share_ppm", "prefill": "prefill_ppm"}  # array by phase
@@ -29,12 +39,19 @@ _TYPICAL: dict[Phase, str] = {"decode": "share_ppm", "prefill": "prefill_ppm"}  
 @dataclass(frozen=True)
 class Balance:
     """Busiest GPU over mean, of expert tokens: mean over layers and the worst layer, as our planner
-    places them; unplanned: with one slot an expert, in order. source: of the loads."""
+    places them; unplanned: with one slot an expert, in order. source: of the loads. reach: of
+    tokens, in the same placement, which was made by that policy for groups."""
 
     mean: float
     worst: float
     unplanned: float
     source: str
+    reach: Reach
+    groups: Groups
+
+    def of(self, d: Deployment) -> Deployment:
+        """d with its experts placed so."""
+        return replace(d, balance=self.mean, reach=self.reach, groups=self.groups)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -44,51 +61,86 @@ class Balance:
             "loads": self.source,
         }
 
+    def placement_json(self) -> dict[str, object]:
+        return {
+            "groups": self.groups,
+            "nodes_per_token": self.reach.nodes,
+            "gpus_per_token": self.reach.ranks,
+        }
+
 
 def balance(d: Deployment, loads: FloatArray | None = None, source: str | None = None) -> Balance:
-    """loads [L, E] tokens of each routed expert; None: the typical ones of the phase. source: where
-    loads are from; None: typical."""
+    """By d's policy for groups. loads [L, E] tokens of each routed expert; None: the typical ones
+    of the phase. source: where loads are from; None: typical."""
     source = source or f"typical: 8 layers of DeepSeek-V3, {d.phase}"
-    experts, top_k = d.shape.config.n_routed_experts, d.shape.config.num_experts_per_tok
+    config = d.shape.config
+    if d.gpus == 1:
+        return Balance(1.0, 1.0, 1.0, source, Reach(1.0, 1.0), d.groups)
     if loads is None:
-        loads = typical(experts, d.phase)
-    if d.gpus == 1:
-        return Balance(1.0, 1.0, 1.0, source)
-    return _planned(
-        loads.tobytes(), loads.shape[0], experts, d.gpus, d.slots, d.hosted, top_k, source
-    )
+        loads = typical(config.n_routed_experts, d.phase)
+    pool = _Pool(config, d.gpus, d.gpu.domain, d.slots, d.hosted, d.groups)
+    return _planned(loads.tobytes(), loads.shape[0], pool, source)
 
 
-def least_balance(d: Deployment, loads: FloatArray | None = None) -> float:
-    """What no placement's `balance(...).mean` can be below; quick, for nothing is placed."""
+def hoped(d: Deployment, loads: FloatArray | None = None) -> Deployment:
+    """d as no placement can make it better: `balance(...).mean` and `.reach` are never below what
+    it says, whatever the policy for groups; quick, for nothing is placed."""
     if d.gpus == 1:
-        return 1.0
+        return replace(d, balance=1.0, reach=Reach(1.0, 1.0))
     m = d.shape.config
-    table = typical(m.n_routed_experts, d.phase) if loads is None else loads
-    table = _with_hosted(table, d.hosted, m.num_experts_per_tok)
-    return float(np.mean(balance_bound(table, _whole_slots(d.slots, table, d.gpus), d.gpus)))
+    plain = typical(m.n_routed_experts, d.phase) if loads is None else loads
+    table = _with_hosted(plain, d.hosted, m.num_experts_per_tok)
+    slots = _whole_slots(d.slots, table, d.gpus)
+    least = float(np.mean(balance_bound(table, slots, d.gpus)))
+    grid = Grid(d.gpus, d.gpu.domain, slots // d.gpus)
+    reach = least_free(d.picks, grid)
+    if d.can_group:
+        picks = picks_of(m, plain, d.hosted)
+        other = least_grouped(picks, m.n_routed_experts, m.gate_spec().num_groups, grid)
+        reach = Reach(min(reach.ranks, other.ranks), min(reach.nodes, other.nodes))
+    return replace(d, balance=least * (1 - 1e-9), reach=reach)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """What of a deployment decides where experts lie. domain: GPUs of a node."""
+
+    config: DeepSeekConfig
+    gpus: int
+    domain: int
+    slots: int
+    hosted: int
+    groups: Groups
 
 
 @lru_cache(maxsize=512)
-def _planned(
-    loads: bytes,
-    layers: int,
-    experts: int,
-    gpus: int,
-    slots: int,
-    hosted: int,
-    top_k: int,
-    source: str,
-) -> Balance:
-    table = np.frombuffer(loads, np.float64).reshape(layers, experts)
-    table = _with_hosted(table, hosted, top_k)
-    slots = _whole_slots(slots, table, gpus)
-    options = PlanOptions(num_ungrouped=hosted)
-    after = plan(table, num_gpus=gpus, num_slots=slots, options=options).explanation.after
-    plain = table[:, :experts]
+def _planned(loads: bytes, layers: int, pool: _Pool, source: str) -> Balance:
+    config, gpus = pool.config, pool.gpus
+    experts = config.n_routed_experts
+    plain = np.frombuffer(loads, np.float64).reshape(layers, experts)
+    table = _with_hosted(plain, pool.hosted, config.num_experts_per_tok)
+    nodes = gpus // pool.domain if gpus % pool.domain == 0 else 1
+    kept = pool.groups == "node"
+    made = plan(
+        table,
+        num_gpus=gpus,
+        num_slots=_whole_slots(pool.slots, table, gpus),
+        num_nodes=nodes,
+        num_groups=config.gate_spec().num_groups if kept else 1,
+        options=PlanOptions(group_policy=pool.groups, num_ungrouped=pool.hosted),
+    )
+    after = made.explanation.after
+    picks = picks_of(config, plain, pool.hosted)
+    reach = reach_of(picks, made.placement, pool.domain)
+    if not kept:
+        grid = Grid(gpus, pool.domain, made.placement.num_local_experts)
+        least = least_free(picks.shape[2], grid)
+        reach = Reach(max(reach.ranks, least.ranks), max(reach.nodes, least.nodes))
     padded = np.pad(plain, ((0, 0), (0, -experts % gpus))).reshape(layers, gpus, -1).sum(axis=2)
     unplanned = float((padded.max(axis=1) / padded.mean(axis=1)).mean())
-    return Balance(float(np.mean(after)), float(np.max(after)), unplanned, source)
+    return Balance(
+        float(np.mean(after)), float(np.max(after)), unplanned, source, reach, pool.groups
+    )
 
 
 def _with_hosted(table: FloatArray, hosted: int, top_k: int) -> FloatArray:

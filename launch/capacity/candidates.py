@@ -1,6 +1,7 @@
 """Layouts that a search has priced, which of them matter, and pools that need not be priced at all.
 
-Knows: who beats whom, what a pool gives if its experts were as even as no placement can make them.
+Knows: who beats whom, what a pool gives if its experts were as even, and as near one another, as no
+placement can make them.
 Knows nothing of how layouts come about (`search`) or what they cost.
 """
 
@@ -39,6 +40,11 @@ class Candidate:
             "slots_per_gpu": d.slots_per_gpu,
             "shared_expert": d.shared,
             "balance": d.balance,
+            "placement": {
+                "groups": d.groups,
+                "nodes_per_token": d.reach and d.reach.nodes,
+                "gpus_per_token": d.reach and d.reach.ranks,
+            },
             "dispatch": d.dispatch,
             "sequences": d.sequences if d.phase == "decode" else None,
             "tokens": d.tokens if d.phase == "prefill" else None,
@@ -68,9 +74,9 @@ def leaders(kept: list[Candidate]) -> list[Candidate]:
 
 
 class Pools:
-    """Layouts by pool. possible: of each pool, priced with a balance that no placement of its
-    experts is below, so that none answers sooner or gives more than it. price: the same layouts
-    with the balance that our planner reaches, which is what takes time. progress: told pools that
+    """Layouts by pool. possible: of each pool, priced with a balance and a reach that no placement
+    of its experts is below, so that none answers sooner or gives more than it. price: the same
+    layouts as our planner places them, which is what takes time. progress: told pools that
     are done, and all."""
 
     def __init__(

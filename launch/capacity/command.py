@@ -73,6 +73,15 @@ def plan(
             "auto, or prefill=NAME,decode=NAME; with --rehearse torch or allgather",
         ),
     ] = None,
+    groups: Annotated[
+        str | None,
+        _flag(
+            LAYOUT,
+            _NAME,
+            "Groups of experts: free, node (each stays on one node), or auto: what is predicted to "
+            "be quicker",
+        ),
+    ] = None,
     wire: Annotated[
         str | None,
         _flag(LAYOUT, _NAME, "Rows to the experts: fp8 or model; with --rehearse also fp8_ue8m0"),
@@ -198,6 +207,7 @@ def plan(
         "redundant": redundant,
         "shared": shared,
         "tp": tp,
+        "groups": groups,
         "no_overlap": no_overlap,
         "kv_fp8": kv_fp8,
         "sequences": sequences,

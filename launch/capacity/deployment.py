@@ -13,11 +13,13 @@ from ep.nearest import nearest_hint
 from ep.presets import PRESETS as LAYOUTS
 from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
+from launch.capacity.picks import Reach
 from launch.capacity.shape import ModelShape
 from launch.capacity.times import Pool
 from moeserve.errors import ConfigError
 
 Phase = Literal["prefill", "decode"]
+Groups = Literal["free", "node"]  # of experts: anywhere, or each group on one node
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Deployment:
     an expert (and one a piece of the shared expert, where it is hosted). sequences: running on a
     GPU (decode); tokens: prompt tokens of a GPU in a step (prefill). tp: GPUs that share attention.
     drafts: tokens that MTP proposes a step, each kept with probability `acceptance`, given those
-    before it. balance: busiest GPU over mean."""
+    before it. balance: busiest GPU over mean; reach: GPUs and nodes that a token visits in the same
+    placement, whose policy for groups is `groups`; None: experts lie in order."""
 
     shape: ModelShape
     model: str
@@ -45,6 +48,8 @@ class Deployment:
     drafts: int = 0
     acceptance: float = 0.85
     balance: float = 1.0
+    reach: Reach | None = None
+    groups: Groups = "free"
     graph_batches: int = 12  # batch sizes that decode is captured at
 
     @property
@@ -70,6 +75,13 @@ class Deployment:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.gpu.per_node)
+
+    @property
+    def can_group(self) -> bool:
+        """Whether each group of experts can lie on one node (NVLink domain), as many on each."""
+        groups = self.shape.config.gate_spec().num_groups
+        nodes, left = divmod(self.gpus, self.gpu.domain)
+        return groups > 1 and nodes > 1 and not left and groups % nodes == 0
 
     @property
     def gpus_of_a_node(self) -> int:
@@ -107,6 +119,7 @@ class Deployment:
             redundant=self.redundant,
             tp=self.tp,
             balance=self.balance,
+            reach=self.reach,
             overlap=self.overlap,
             kv_fp8=self.kv_fp8,
             wire_fp8=self.wire_fp8,

@@ -194,6 +194,7 @@ def _cards(figure: Any, r: Report, y: float, inch: float) -> None:
     rest = [
         ("balance, mean · worst layer", f"{spread.mean:.3f} · {spread.worst:.3f}"),
         ("in order, without copies", f"{spread.unplanned:.2f}"),
+        ("a token's GPUs · nodes", f"{spread.reach.ranks:.2f} · {spread.reach.nodes:.2f}"),
         ("sent a token a layer in nodes", f"{t.within / 1e3:,.1f} kB"),
         ("across nodes", f"{t.across / 1e3:,.1f} kB"),
     ]

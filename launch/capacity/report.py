@@ -6,12 +6,13 @@ Knows: which parts a report has. Knows nothing of flags or screens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.capacity.balance import Balance, balance
 from launch.capacity.deployment import Deployment
+from launch.capacity.groups import Placed
 from launch.capacity.memory import Concurrency, Memory, concurrency, memory
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
 from launch.capacity.predict import Prediction, Workload, predict
@@ -45,7 +46,8 @@ class Report:
     """Of one pool. prediction: with the balance of the layout on its loads, even where memory does
     not hold it (`predicted`: None there). kv_bytes: of a token,
     BF16 and FP8, in the main model's layers; mtp_kv_bytes: beside them, where tokens are drafted.
-    longest: positions that a static reservation holds."""
+    longest: positions that a static reservation holds. others: the same by other policies for
+    groups of experts, which give less."""
 
     deployment: Deployment
     work: Workload
@@ -55,6 +57,7 @@ class Report:
     concurrency: list[Concurrency]
     longest: int
     balance: Balance
+    others: list[Placed]
     prediction: Prediction
     violations: list[Violation]
     price: float
@@ -121,6 +124,8 @@ class Report:
                 "wire": "fp8" if d.wire_fp8 else "model",
                 "overlap": d.overlap,
                 "balance": self.balance.as_json(),
+                "placement": self.balance.placement_json()
+                | {"others": [x.as_json() for x in self.others]},
             },
             "load": {
                 "sequences_per_gpu": d.sequences if decode else None,
@@ -238,6 +243,7 @@ def report(
     work: Workload,
     *,
     spread: Balance | None = None,
+    others: Sequence[Placed] = (),
     price: float | None = None,
     longest: int | None = None,
     node: Node | None = None,
@@ -245,10 +251,11 @@ def report(
     calibration: Calibration | None = None,
     follow: Callable[[Deployment], Deployment] = lambda other: other,
 ) -> Report:
-    """spread: of the layout on the operator's loads; None: on typical ones. longest: None: as many
+    """spread: of the layout on the operator's loads; None: on typical ones. others: the same layout
+    placed otherwise. longest: None: as many
     positions as the model has. follow: as for `violations`."""
     spread = spread or balance(d)
-    d = replace(d, balance=spread.mean)
+    d = spread.of(d)
     plain, small = d.shape.kv_bytes(False), d.shape.kv_bytes(True)
     longest = longest or d.shape.config.max_position_embeddings
     lengths = sorted({*(x for x in LENGTHS if x <= longest), longest})
@@ -263,6 +270,7 @@ def report(
         concurrency=[concurrency(d, length, longest) for length in lengths],
         longest=longest,
         balance=spread,
+        others=list(others),
         prediction=prediction,
         violations=[
             *found,

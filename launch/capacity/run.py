@@ -56,7 +56,16 @@ class Run:
         unused = list(self.unused)
         typed = asdict(self.typed)
         if self.search:
-            names = ("redundant", "shared", "tp", "dispatch", "sequences", "tokens", "drafts")
+            names = (
+                "redundant",
+                "shared",
+                "tp",
+                "dispatch",
+                "groups",
+                "sequences",
+                "tokens",
+                "drafts",
+            )
             unused += [f"--{name}" for name in names if typed[name] is not None]
             unused += ["--no-overlap"] if self.typed.no_overlap else []
             unused += ["--preset"] if self.typed.preset is not None else []

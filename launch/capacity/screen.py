@@ -36,7 +36,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(f"[{style}]{escape(said.text)}[/]", soft_wrap=True)
     assumed = "" if d.shape.config.quantization else " (assumed: config.json names no quantisation)"
     console.print(
-        f"{size_told(d.shape.total)} parameters, {size_told(d.shape.active)} a token, in "
+        f"{size_told(d.shape.total)} parameters, {size_told(d.shape.active)} a token (with the "
+        "head, without the table of embeddings), in "
         f"{d.shape.weights_in.upper()}{assumed}"
     )
     cached = f", {work.cached_share:.0%} of it cached" if work.cached_share else ""
@@ -73,6 +74,8 @@ def show_report(r: Report, console: Console) -> None:
         f"balance: busiest GPU {spread.mean:.3f} x mean, worst layer {spread.worst:.3f} (in order, "
         f"without copies: {spread.unplanned:.2f}); loads: {escape(spread.source)}"
     )
+    if d.gpus > 1:
+        console.print(_placement(r))
     needs = (
         f"a node needs {_told(d.gpus_of_a_node * NEEDED_HOST)} of host memory and "
         f"{_told(d.gpus_of_a_node * NEEDED_SHARED)} in /dev/shm"
@@ -91,6 +94,26 @@ def show_report(r: Report, console: Console) -> None:
     else:
         for table in tables:
             console.print(table)
+
+
+def _placement(r: Report) -> str:
+    """Where a token's experts are, and what the other policy for groups would give."""
+    d, spread = r.deployment, r.balance
+    nodes = r.deployment.pool().nodes
+    of = f" of {nodes} nodes" if nodes > 1 else ""
+    said = f"a token visits {spread.reach.ranks:.2f} of {d.gpus} GPUs"
+    said += f", {spread.reach.nodes:.2f}{of}" if nodes > 1 else ""
+    if d.can_group:
+        said += f"; {_GROUPS[spread.groups]}"
+    for x in r.others:
+        said += (
+            f" ({_GROUPS[x.balance.groups]}: {x.balance.reach.nodes:.2f}, balance "
+            f"{x.balance.mean:.3f}, {x.prediction.per_gpu / r.prediction.per_gpu - 1:+.1%} tok/s)"
+        )
+    return said
+
+
+_GROUPS = {"free": "groups of experts lie anywhere", "node": "groups of experts stay on nodes"}
 
 
 def show_violations(r: Report, console: Console) -> None:

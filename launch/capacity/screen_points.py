@@ -46,6 +46,7 @@ def show_validation(v: Validation, console: Console) -> None:
         f"{v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all); worst fitted "
         f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
     )
+    console.print(v.told())
 
 
 def _points(points: list[Point], unit: str) -> Group:

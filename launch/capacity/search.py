@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dispatch.deepep import LL_HIDDEN_SIZES, LL_MAX_TOP_K
-from launch.capacity.balance import FloatArray, balance, least_balance
+from launch.capacity.balance import FloatArray, balance, hoped
 from launch.capacity.candidates import Candidate, Pools, leaders, pareto
 from launch.capacity.deployment import Deployment
+from launch.capacity.groups import policies
 from launch.capacity.memory import sequences_that_fit
 from launch.capacity.predict import Workload, predict
 from launch.capacity.remedies import errors
@@ -89,13 +90,16 @@ def search(
         possible.append([Candidate(d, predict(d, work, price, c)) for d in ways if d is not None])
 
     def priced(layouts: list[Candidate]) -> list[Candidate]:
-        """Of one pool, whose experts are placed once."""
+        """Of one pool, whose experts are placed once for each policy for groups that is worth it;
+        each layout by the quicker one."""
         found: list[Candidate] = []
-        spread = balance(layouts[0].deployment, loads).mean if layouts else 1.0
         for x in layouts:
-            d = replace(x.deployment, balance=spread)
-            way = _way(d, length) if d.dispatch == "torch" else d
-            found += [] if way is None else [Candidate(way, predict(way, work, price, c))]
+            made = []
+            for groups in policies(x.deployment):
+                d = balance(replace(x.deployment, groups=groups), loads).of(x.deployment)
+                way = _way(d, length) if d.dispatch == "torch" else d
+                made += [] if way is None else [Candidate(way, predict(way, work, price, c))]
+            found += [min(made, key=lambda y: y.prediction.step.seconds)] if made else []
         return found
 
     pools = Pools(possible, priced, progress)
@@ -208,7 +212,7 @@ def ratio(prefill: Candidate, decode: Candidate, work: Workload, most: int = 64)
 
 def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[Deployment]:
     """Numbers of GPUs, redundant slots that leave none empty, both homes of the shared expert; each
-    with a balance that no placement is below."""
+    with a balance and a reach that no placement is below."""
     m = base.shape.config
     hosting: tuple[_Home, ...] = (("hosted", m.n_shared_experts),) if m.n_shared_experts else ()
     node = base.gpu.per_node
@@ -227,7 +231,7 @@ def _pools(base: Deployment, most: int, loads: FloatArray | None) -> Iterator[De
                 if (slots, home) not in seen and (slots <= 2 * experts or share == 0):
                     seen.add((slots, home))
                     pool = replace(base, gpus=gpus, redundant=slots - experts, shared=home)
-                    yield replace(pool, balance=least_balance(pool, loads) * (1 - 1e-9))
+                    yield hoped(pool, loads)
 
 
 def _step_of(base: Deployment, most: int) -> int:

@@ -83,10 +83,11 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets, tables left out."""
+        """Parameters that one token is multiplied with: the head too, not the table that it is
+        looked up in."""
         moe = self.expert * self.config.num_experts_per_tok + self.shared + self.gate
         dense = (self.layers - self.moe_layers) * self.dense
-        return self.layers * self.attention + self.moe_layers * moe + dense
+        return self.layers * self.attention + self.moe_layers * moe + dense + self.embedding
 
     # -- FLOPs of a token --------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from functools import lru_cache
 from dispatch.deepep_v2_limits import is_relayed
 from launch.capacity import traffic
 from launch.capacity.hardware import Gpu
+from launch.capacity.picks import Reach
 from launch.capacity.shape import ModelShape
 
 
@@ -30,15 +31,15 @@ class Calibration:
     the others come from measured tables, each with its source."""
 
     # Fitted on end-to-end points (`moeserve plan --validate`)
-    intensity: float = 900.0  # FLOPs a byte at which products reach half of `ceiling`
-    prefill_core: float = 0.49  # of BF16 peak, attention over expanded keys
-    decode_core: float = 0.66  # of BF16 peak, attention over the latent
-    passes: float = 29.0  # times hidden values cross memory in a layer (norms, casts, copies)
-    launch: float = 40e-6  # seconds of small kernels and gaps in a layer
+    intensity: float = 904.0  # FLOPs a byte at which products reach half of `ceiling`
+    prefill_core: float = 0.493  # of BF16 peak, attention over expanded keys
+    decode_core: float = 0.659  # of BF16 peak, attention over the latent
+    passes: float = 28.6  # times hidden values cross memory in a layer (norms, casts, copies)
+    launch: float = 40.5e-6  # seconds of small kernels and gaps in a layer
     skew: float = 1.36  # waiting for the slowest rank, times the all-to-alls of decode
-    hidden: float = 0.55  # share of decode's all-to-alls that overlap hides
-    young: float = 1.61  # times a whole step on chips whose kernels were new when measured
-    lmsys_balance: float = 1.42  # busiest GPU over mean in SGLang's prefill of May and July 2025
+    hidden: float = 0.546  # share of decode's all-to-alls that overlap hides
+    young: float = 1.62  # times a whole step on chips whose kernels were new when measured
+    lmsys_balance: float = 1.41  # busiest GPU over mean in SGLang's prefill of May and July 2025
     # From tables
     ceiling: float = 0.9  # of FP8 or BF16 peak, large products
     memory: float = 0.82  # of HBM bandwidth: experts in decode, H200 (AIConfigurator tables)
@@ -58,14 +59,16 @@ class Pool:
     """GPUs that run one phase of one model. ep: GPUs over which experts are sharded; tp: GPUs that
     share the attention of one group of sequences, whose latents each of them holds. balance:
     busiest GPU over mean, of expert tokens. hosted: pieces of the shared expert that lie in slots,
-    as picks of every token; 0: each GPU computes it for its own. dispatch: the way rows take; None:
-    deepep_ll in decode, deepep_normal in prefill. young: kernels of that chip were new."""
+    as picks of every token; 0: each GPU computes it for its own. reach: of tokens; None: experts
+    are picked evenly and lie in order. dispatch: the way rows take; None: deepep_ll in decode,
+    deepep_normal in prefill. young: kernels of that chip were new."""
 
     gpu: Gpu
     ep: int
     redundant: int = 0
     tp: int = 1
     balance: float = 1.0
+    reach: Reach | None = None
     overlap: bool = True
     kv_fp8: bool = False
     wire_fp8: bool = True
@@ -244,20 +247,27 @@ def dispatch_seconds(
 
 def traffic_of(way: str, shape: ModelShape, pool: Pool) -> traffic.Traffic:
     """Bytes of one token in one MoE layer by that way to dispatch."""
-    return _traffic(way, shape, pool.ep, pool.nodes, pool.wire_fp8, pool.hosted)
+    return _traffic(way, shape, pool.ep, pool.nodes, pool.wire_fp8, pool.hosted, pool.reach)
 
 
 @lru_cache(maxsize=512)
 def _traffic(
-    way: str, shape: ModelShape, ranks: int, nodes: int, fp8: bool, hosted: int
+    way: str,
+    shape: ModelShape,
+    ranks: int,
+    nodes: int,
+    fp8: bool,
+    hosted: int,
+    seen: Reach | None,
 ) -> traffic.Traffic:
     if way == "allgather":
         return traffic.to_everybody(shape, ranks, nodes, fp8)
     if way in ("deepep_ll", "nvshmem"):
         return traffic.low_latency(shape, ranks, nodes, fp8, hosted)
+    seen = seen or traffic.reach(shape.config, ranks, nodes)
     if way == "torch" or (way == "deepep_v2" and nodes > 1 and not is_relayed(nodes)):
-        return traffic.once_a_rank(shape, ranks, nodes, fp8, hosted)
-    return traffic.node_aware(shape, ranks, nodes, fp8, hosted)
+        return traffic.once_a_rank(shape, ranks, nodes, seen, fp8)
+    return traffic.node_aware(shape, ranks, nodes, seen, fp8)
 
 
 def _wire(gpu: Gpu, within: float, across: float, c: Calibration) -> float:

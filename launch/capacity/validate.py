@@ -15,8 +15,13 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from launch.capacity.hardware import profile
+import numpy as np
+
+from launch.capacity.balance import balance
+from launch.capacity.deployment import Deployment, Groups, Phase
+from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
+from launch.capacity.picks import Reach
 from launch.capacity.shape import ModelShape
 from launch.capacity.times import (
     Calibration,
@@ -86,29 +91,43 @@ class Constant:
 
 @dataclass(frozen=True)
 class Validation:
+    """before: the same points with fitted constants as they were believed to be before any point
+    was seen. There are more constants than points to fit them on, so what a point says moves them
+    a little from there; what the model itself is worth is in the points held out, and in these."""
+
     points: list[Point]
     constants: list[Constant]
+    before: list[Point]
 
     def median_error(self, *, fitted: bool | None = None, unit: str | None = None) -> float:
         """Of absolute errors, of all that are predicted, or of some of them."""
-        return statistics.median(self._errors(fitted, unit))
+        return statistics.median(_errors(self.points, fitted, unit))
+
+    def median_error_before(self, *, unit: str | None = None) -> float:
+        return statistics.median(_errors(self.before, None, unit))
 
     def worst_error(self, *, fitted: bool | None = None) -> float:
-        return max(self._errors(fitted, None))
+        return max(_errors(self.points, fitted, None))
 
     @property
     def held_out_share(self) -> float:
         predicted = [p for p in self.points if p.error is not None]
         return sum(not p.fitted for p in predicted) / len(predicted)
 
-    def _errors(self, fitted: bool | None, unit: str | None) -> list[float]:
-        return [
-            abs(p.error)
-            for p in self.points
-            if p.error is not None
-            and (fitted is None or p.fitted == fitted)
-            and (unit is None or p.unit == unit)
-        ]
+    @property
+    def fitted_on(self) -> int:
+        """Points that constants were fitted on."""
+        return sum(map(_is_fitted, self.points))
+
+    def told(self) -> str:
+        """What was fitted on how much."""
+        return (
+            f"{len(FITTED)} constants were fitted on {self.fitted_on} throughputs, each drawn to "
+            "where it was believed to lie before; believed values alone give a median error of "
+            f"{self.median_error_before():.1%} (throughputs "
+            f"{self.median_error_before(unit=_THROUGHPUT):.1%}, worst "
+            f"{max(_errors(self.before, None, None)):.1%})"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +137,13 @@ class Validation:
             "median_error_held_out": self.median_error(fitted=False),
             "median_error_throughput": self.median_error(unit=_THROUGHPUT),
             "worst_error_fitted": self.worst_error(fitted=True),
+            "worst_error_held_out": self.worst_error(fitted=False),
+            "fitted_on_points": self.fitted_on,
+            "before_fitting": {
+                "median_error": self.median_error_before(),
+                "median_error_throughput": self.median_error_before(unit=_THROUGHPUT),
+                "worst_error": max(_errors(self.before, None, None)),
+            },
             "held_out_share": self.held_out_share,
             "fitted_constants": {c.name: c.value for c in self.constants if c.name in FITTED},
             "constants": [asdict(c) for c in self.constants],
@@ -125,6 +151,16 @@ class Validation:
 
 
 _THROUGHPUT = "tok/s/node"
+
+
+def _errors(points: list[Point], fitted: bool | None, unit: str | None) -> list[float]:
+    return [
+        abs(p.error)
+        for p in points
+        if p.error is not None
+        and (fitted is None or p.fitted == fitted)
+        and (unit is None or p.unit == unit)
+    ]
 
 
 def validate(calibration: Calibration | None = None) -> Validation:
@@ -135,7 +171,8 @@ def validate(calibration: Calibration | None = None) -> Validation:
         Constant(name, getattr(c, name), _moved(name, c, points), *FITTED[name]) for name in FITTED
     ]
     constants += [Constant(n, getattr(c, n), (p,), None, None) for n, p in FROM_POINTS.items()]
-    return Validation(points, constants)
+    believed: dict[str, Any] = {name: start for name, (start, _) in FITTED.items()}
+    return Validation(points, constants, list(_points(replace(c, **believed))))
 
 
 def _moved(name: str, c: Calibration, points: list[Point]) -> tuple[str, ...]:
@@ -170,20 +207,38 @@ def _points(c: Calibration) -> Iterator[Point]:
 def _throughput(predict: dict[str, Any], c: Calibration) -> float:
     """Tokens a second a node."""
     gpu = profile(predict["gpu"])
-    balance = c.lmsys_balance if predict.get("balance") == "lmsys" else 1.0
+    uneven = predict.get("balance") == "lmsys"
+    shape = _shape(predict.get("model", "deepseek-v3"))
+    groups, redundant = predict.get("groups", "free"), predict.get("redundant", 0)
     pool = Pool(
         gpu,
         predict["ep"],
-        redundant=predict.get("redundant", 0),
+        redundant=redundant,
         tp=predict.get("tp", 1),
-        balance=balance,
+        balance=c.lmsys_balance if uneven else 1.0,
+        reach=_reach(shape, gpu, predict["ep"], predict["kind"], redundant, groups, uneven),
         overlap=predict.get("overlap", True),
         young=predict.get("young", False),
     )
     run = decode_step if predict["kind"] == "decode" else prefill_step
     tokens, length = predict["tokens"], predict["length"]
-    step = run(_shape(predict.get("model", "deepseek-v3")), pool, tokens, length, c)
+    step = run(shape, pool, tokens, length, c)
     return gpu.per_node * tokens / step.seconds / pool.tp
+
+
+@lru_cache(maxsize=64)
+def _reach(
+    shape: ModelShape,
+    gpu: Gpu,
+    gpus: int,
+    phase: Phase,
+    redundant: int,
+    groups: Groups,
+    uneven: bool,
+) -> Reach:
+    """Of tokens, as our planner places these experts on typical loads, or on even ones."""
+    d = Deployment(shape, "", gpu, gpus, phase, redundant=redundant, groups=groups)
+    return balance(d, None if uneven else np.ones((1, shape.config.n_routed_experts))).reach
 
 
 def _kernels(entry: dict[str, Any], c: Calibration) -> Iterator[Point]:
