@@ -44,11 +44,14 @@ class SpeculateBench:
         env = RankEnv.read(os.environ)
         problems: list[str] = []
         asked = self.flags.check(problems)
-        config = _with_method(given, asked).resolve(
-            needs_text=True, own=problems, on_rank=env is not None
-        )
-        assert asked is not None, "resolve raises where there are problems"
-        _check(config, asked)
+        try:
+            config = _with_method(given, asked).resolve(
+                needs_text=True, own=problems, on_rank=env is not None
+            )
+            assert asked is not None, "resolve raises where there are problems"
+            _check(config, asked)
+        except ConfigError as error:
+            raise ConfigError([_in_users_words(problem) for problem in error.problems]) from None
         if env is None and config.parallel.ep > 1:
             from launch.job import run_job
             from launch.serve import end_job
@@ -218,7 +221,12 @@ def _check(config: ServeConfig, asked: Asked) -> None:
             f"--prompt-length + --output-length = {tokens}: this model has {most} positions"
         )
     if problems:
-        raise ConfigError([p.replace("speculate.method=", "--speculate ") for p in problems])
+        raise ConfigError(problems)
+
+
+def _in_users_words(problem: str) -> str:
+    """The method is not given as a setting here."""
+    return problem.replace("speculate.method=", "--speculate ")
 
 
 def _with_room(config: ServeConfig, asked: Asked) -> ServeConfig:
