@@ -1,4 +1,5 @@
-"""Process groups of the job: gloo over the right interface, with timeouts, handed on as EPGroup.
+"""Process groups of the job: gloo over the right interface (on GPUs NCCL too), with timeouts,
+handed on as EPGroup.
 
 Knows addresses, interfaces and torch.distributed. Knows nothing of experts or requests.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
@@ -19,6 +21,8 @@ from launch.last_words import LastWords
 from launch.node_facts import look
 from launch.rendezvous import BRIEF, PATIENCE, Meeting, alone, meet, open_store
 from moeserve.config import ServeConfig
+from moeserve.device.choose import DeviceUnavailable, choose_device
+from moeserve.device.choose import look as look_for_cuda
 from moeserve.errors import ConfigError, Unmet
 from moeserve.terminal import say
 
@@ -111,8 +115,9 @@ def open_job(
             say(note)
     assert interface is not None, "without one there was a problem"
     interface.use()
+    backend = _backend(env, config)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=PrefixStore("default_pg", store),
         rank=env.rank,
         world_size=env.size,
@@ -130,6 +135,20 @@ def open_job(
         node_names=meeting.names,
     )
     return Job(group, PrefixStore("job", store), meeting)
+
+
+def _backend(env: RankEnv, config: ServeConfig | None) -> str:
+    """gloo; beside it NCCL for tensors on GPUs, where this rank computes on one. A device that
+    cannot be had is said later, with all other problems."""
+    try:
+        asked = "cpu" if config is None else config.engine.device
+        choice = choose_device(asked, look_for_cuda(), env.rank, env.local_size)
+    except DeviceUnavailable:
+        return "gloo"
+    if choice.on_cpu or not dist.is_nccl_available():
+        return "gloo"
+    torch.cuda.set_device(choice.device)
+    return "cpu:gloo,cuda:nccl"
 
 
 def _interface(env: RankEnv, config: ServeConfig | None, problems: list[str]) -> Interface | None:

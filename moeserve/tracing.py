@@ -213,6 +213,7 @@ class TracedObserver:
 
     def __init__(self, tracer: StepTracer, observer: StepObserver | None) -> None:
         self._tracer, self._observer = tracer, observer
+        self.wants_rows = observer is not None and getattr(observer, "wants_rows", True)
 
     def expert_picks(self, layer: int, ids: Tensor) -> None:
         if self._observer is not None:

@@ -1,21 +1,23 @@
 """A CUDA device that is not there: torch's fake tensors on it, kernels written down, not launched.
 
-Shared by the tests that walk the GPU path, which import it by name. Whatever would wait for the
-device (`item`, `tolist`, `bool`, `nonzero`, `cpu`) raises or is counted.
+Shared by the tests that walk the GPU path, which import it by name. Whatever would make the host
+wait for the device is counted (`item`, `tolist`, `bool`, `cpu`) or refused (`nonzero`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from models.deepseek.kernels.gpu.launches import Launch, recorded_launches
@@ -34,42 +36,103 @@ class UnlaunchedKernels(TritonKernels):
         self.description = self.build = "triton, not launched"
 
 
+@dataclasses.dataclass
+class FakeCuda:
+    """launches: of kernels, in order. waits: where the host waited for the device, as "function
+    file:line"; it is given zeros."""
+
+    launches: list[Launch]
+    mode: FakeTensorMode
+    waits: list[str] = dataclasses.field(default_factory=list)
+
+
 @contextmanager
-def fake_cuda(capturing: bool = False) -> Iterator[list[Launch]]:
-    """Within it tensors on CUDA are fake, real ones become fake where they are used, and launches
-    are recorded."""
+def fake_cuda(capturing: bool = False) -> Iterator[FakeCuda]:
+    """Within it tensors on CUDA are fake and those on CPUs are real; launches are recorded."""
     properties = types.SimpleNamespace(multi_processor_count=SMS, major=9, minor=0)
     with ExitStack() as stack:
         for name, value in {
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (9, 0),
             "is_current_stream_capturing": lambda: capturing,
-            "is_available": lambda: False,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         launches = stack.enter_context(recorded_launches())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Indexing())
-        yield launches
+        fake = FakeCuda(launches, FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_OnDevice(fake))
+        yield fake
 
 
-class _Indexing(TorchFunctionMode):
-    """x[...] by operators: python's own way asks for a guard of the device, and so a driver."""
+_ASKS = {"cpu", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy"}
+_SHAPES = {"nonzero", "bincount", "masked_select", "unique"}  # what comes out has a size to ask for
+
+
+class _OnDevice(TorchFunctionMode):
+    """Whatever touches CUDA is done by fake tensors. Indexing is spelt out: python's own way asks
+    for a guard of the device, and so for a driver."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        super().__init__()
+        self.fake = fake
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.__getitem__ and args[0].device.type == "cuda":
-            return _pick(*args)
-        if func is Tensor.__setitem__ and args[0].device.type == "cuda":
-            x, index, value = args
-            viewed, tensors = _view(x, index)
-            value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
-            if not any(t is not None for t in tensors):
-                viewed.copy_(value)
-            else:
-                torch.ops.aten.index_put_(viewed, tensors, value)
-            return None
-        return func(*args, **kwargs)
+        flat = list(_flat([*args, *kwargs.values()]))
+        owner = next((x for x in flat if isinstance(x, FakeTensor)), None)
+        to_cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in flat)
+        if owner is None and not to_cuda:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        with self.fake.mode:
+            if name == "__get__":  # attributes
+                return func(*args, **kwargs)
+            if name in _SHAPES:
+                raise AssertionError(f"{name}: the host would wait for its size: {_caller()}")
+            if name in _ASKS and owner is not None:
+                return self._ask(name, owner)
+            if func is Tensor.__getitem__:
+                return _pick(*args)
+            if func is Tensor.__setitem__:
+                _put(*args)
+                return None
+            out = func(*args, **kwargs)
+        if name in ("to", "copy_") and isinstance(out, FakeTensor) and out.device.type == "cpu":
+            return self._ask(name, owner)
+        return out
+
+    def _ask(self, name: str, x: Tensor | None) -> Any:
+        assert x is not None
+        self.fake.waits.append(f"{name} {_caller()}")
+        shape, dtype = tuple(x.shape), x.dtype
+        with unset_fake_temporarily():
+            zeros = torch.zeros(shape, dtype=dtype)
+        if name in ("cpu", "to"):
+            return zeros
+        return {"tolist": zeros.tolist, "numpy": zeros.numpy}.get(name, lambda: zeros.item() or 0)()
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _caller() -> str:
+    """The innermost line of ours."""
+    frames = traceback.extract_stack()
+    ours = [f for f in frames if "site-packages" not in f.filename and "fake_cuda" not in f.filename]
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+
+
+def _put(x: Tensor, index: Any, value: Any) -> None:
+    viewed, tensors = _view(x, index)
+    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if not any(t is not None for t in tensors):
+        viewed.copy_(value)
+    else:
+        torch.ops.aten.index_put_(viewed, tensors, value)
 
 
 def _pick(x: Tensor, index: Any) -> Tensor:
