@@ -265,3 +265,36 @@ def test_by_chance_it_tells_what_it_drew_from(model: DeepSeekModel) -> None:
     tree = desk.drafter.propose([desk.ask(one, 0, 3)], 3)[0]
     assert sorted(tree.probs) == [0, 1, 2]
     assert all(q[t] > 0 for q, t in zip(tree.probs.values(), tree.tokens, strict=True))
+
+
+def test_what_a_pause_computed_is_caught_up_with(
+    model: DeepSeekModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(model)
+    drafter = desk.drafter
+    one = desk.begin("a", 6)
+    drafter.propose([desk.ask(one, 0, 2)], 2)
+    done = 5
+    for token in (5, 6, 7, 8, 9, 10):  # steps of depth 0
+        one.append(token)
+        drafter.hold([desk.ask(one, done, 0)])
+        done = one.num_tokens - 1
+    assert drafter.num_held("a") == 6 and drafter.memory_bytes() > 0
+    one.append(11)
+    tree = drafter.propose([desk.ask(one, done, 2)], 2)[0]
+    assert list(tree.tokens) == desk.by_hand(one, 2)  # as if there had been no pause
+    assert drafter.num_held("a") == 0 and drafter._known["a"].base == 0
+    monkeypatch.setattr(mtp, "HELD", 2)
+    done = one.num_tokens - 1
+    for token in (5, 6, 7, 8, 9):
+        one.append(token)
+        drafter.hold([desk.ask(one, done, 0)])
+        done = one.num_tokens - 1
+    assert drafter.num_held("a") == 2
+    one.append(3)
+    tree = drafter.propose([desk.ask(one, done, 2)], 2)[0]
+    base = (done - 2) // BLOCK * BLOCK  # it begins in the block of the first that was kept
+    assert drafter._known["a"].base == base and tree.num_nodes == 2
+    drafter.hold([desk.ask(one, done, 0)])
+    drafter.forget(["a"])
+    assert drafter.memory_bytes() == 0
