@@ -47,7 +47,8 @@ def load_model(
     """Read what this rank hosts and build its model.
 
     weights: what becomes of FP8 blocks: kept as such ("fp8"), or brought to dtype ("dequantised"),
-    with the same results; "auto" keeps them where the kernels are no slower with them.
+    with the same results (triton's products with them are W8A8: others, by the rounding of rows to
+    e4m3); "auto" keeps them where the kernels are no slower with them.
     placement None: the trivial one, no redundant experts. progress(done bytes, total bytes, MB/s).
     with_mtp: load MTP layers if the config has any. max_tokens_per_rank: most tokens of one step,
     what the dispatcher's buffers are made for. wire: how rows travel to experts. The model's

@@ -126,9 +126,12 @@ def test_a_plan_is_kept_for_its_batch_alone() -> None:
     made = iter(range(9))
     get = partial(plans.get, make=lambda: next(made))
     assert [get("a", one), get("a", one), get("b", one), get("a", other)] == [0, 0, 1, 2]
-    assert [get("a", one), get("a", one)] == [3, 3]
+    assert [get("a", one), get("a", other), get("a", one)] == [0, 2, 0]  # halves take turns
     one.positions.fill_(5)
-    assert [get("a", one), get("a", one)] == [4, 4]
+    assert [get("a", one), get("a", one), get("a", other)] == [3, 3, 2]
+    more = [batch() for _ in range(4)]
+    assert [get("a", b) for b in more] == [4, 5, 6, 7]
+    assert get("a", other) == 8  # the oldest has gone
 
 
 class Borrowed(TritonMla):

@@ -133,7 +133,8 @@ class Kernels(Protocol):
 
     def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> LinearWeight | None:
         """Kept in e4m3 and dequantised to dtype (the model's) where it is used: bit for bit what
-        linear_weight(rows.dequantise(dtype)) gives. None: the layout cannot hold these scales."""
+        linear_weight(rows.dequantise(dtype)) gives; triton quantises rows too (W8A8). None: the
+        layout cannot hold these scales."""
         ...
 
     def allocate_fp8_experts(

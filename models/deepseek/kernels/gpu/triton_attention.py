@@ -45,27 +45,29 @@ from models.deepseek.kernels.gpu.weights import TritonFp8LinearWeight
 from models.interface import ForwardBatch
 
 Plan = TypeVar("Plan")
+PLANS_KEPT = 4  # of each kind
 
 
 class PlansOfBatch:
-    """The last plan of each kind, for as long as its batch is the one at hand.
+    """The last few plans of each kind, each for its batch: halves of a step take turns.
 
     A batch is complete when made; one whose tensors are written to later counts as another, as far
     as torch tells (inference tensors do not). While a graph is captured a plan made before does not
     count: its kernels must be in the graph. A batch object is captured once."""
 
     def __init__(self) -> None:
-        self._held: dict[object, tuple[Any, tuple[object, ...], Any]] = {}
+        self._held: dict[object, list[tuple[Any, tuple[object, ...], Any]]] = {}
 
     def get(self, kind: object, batch: ForwardBatch, make: Callable[[], Plan]) -> Plan:
-        state = _state(batch)
-        held = self._held.get(kind)
-        if held is not None and held[0]() is batch and held[1] == state:
-            plan: Plan = held[2]
-            return plan
-        plan = make()
-        self._held[kind] = weakref.ref(batch), state, plan
-        return plan
+        state, held = _state(batch), self._held.setdefault(kind, [])
+        for of_batch, then, plan in held:
+            if of_batch() is batch and then == state:
+                found: Plan = plan
+                return found
+        made = make()
+        alive = [kept for kept in held if kept[0]() is not None and kept[0]() is not batch]
+        self._held[kind] = [(weakref.ref(batch), state, made), *alive][:PLANS_KEPT]
+        return made
 
 
 def _state(batch: ForwardBatch) -> tuple[object, ...]:
