@@ -35,14 +35,7 @@ from moeserve.request import FinishReason, Request, TokenLogprob, TokenOutput
 from moeserve.scheduling import ScheduleCounters as ScheduleCounters
 from moeserve.scheduling import ScheduleLimits as ScheduleLimits
 from moeserve.scheduling import completes, make_plan
-from moeserve.scheduling_drafts import (
-    Taken,
-    grow_ahead,
-    place_drafts,
-    reach,
-    take_back,
-    tokens_for_drafts,
-)
+from moeserve.scheduling_drafts import Taken, grow_ahead, place_drafts, reach, set_apart, take_back
 from moeserve.sequence import Sequence
 from moeserve.speculate.run_limits import cut_run
 from moeserve.speculate.tree import DraftTree
@@ -149,9 +142,7 @@ class Scheduler:
                 taken[sequence] = 1
                 budget -= 1
         drafted = [s for s in taken if s.drafts is not None and s.drafts.num_nodes]
-        for_drafts = 0
-        if drafted:
-            for_drafts = tokens_for_drafts(drafted, budget, running, bool(self.waiting))
+        for_drafts = set_apart(drafted, budget, running, bool(self.waiting)) if drafted else 0
         budget -= for_drafts
         i = 0
         while i < len(running) and budget > 0:  # prefills that have begun

@@ -27,7 +27,7 @@ def reach(cache: BlockCache, sequence: Sequence) -> int:
     return blocks * cache.block_size - sequence.num_computed_tokens
 
 
-def tokens_for_drafts(
+def set_apart(
     drafted: Iterable[Sequence], left: int, running: Seq[Sequence], someone_waits: bool
 ) -> int:
     """Of `left` tokens of the budget, those kept for drafts: no prompt starves for them."""
