@@ -96,6 +96,14 @@ def test_steps_give_what_one_step_gives(checkpoints: dict[str, Path]) -> None:
     assert float((torch.cat((first, rest)) - whole).abs().max()) < 0.03
 
 
+@pytest.mark.parametrize("name", ["v3", "v3-fp8"])
+def test_no_rows_at_all(checkpoints: dict[str, Path], name: str) -> None:
+    """A rank without work runs every kernel on nothing (law 1)."""
+    model = load(checkpoints[name], TritonKernels(), "fp8" if "fp8" in name else "auto")
+    out = OfflineRunner(model, num_blocks=2).step({})
+    assert out.logits == {} and out.hidden == {}
+
+
 def test_fast_mode_expands_long_prompts(checkpoints: dict[str, Path]) -> None:
     """Naive attention for a sequence with many new tokens, absorbed for the one beside it."""
     model = load(checkpoints["v3"], TritonKernels(), deterministic=False)
