@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from models.deepseek.kernels.gpu.errors import ShapeRefused
-from models.deepseek.kernels.gpu.mla_decode import DecodeConfig, choose_config, mla_decode
+from models.deepseek.kernels.gpu.mla_decode import mla_decode
+from models.deepseek.kernels.gpu.mla_decode_config import DecodeConfig, choose_config
 from models.deepseek.kernels.gpu.mla_plan import (
     DETERMINISTIC,
     DecodePlan,
@@ -141,7 +142,7 @@ def test_heads(heads: int) -> None:
 @pytest.mark.parametrize("arch", [90, 100])
 def test_both_chips_configurations_at_the_real_widths(fp8: bool, arch: int) -> None:
     world = World([140], heads=64, rank=512, rope=64, block=64, fp8=fp8)
-    world.check(config=choose_config(64, arch))
+    world.check(config=choose_config(64, arch, fp8))
 
 
 def test_rows_of_drafts_are_causal_among_themselves() -> None:

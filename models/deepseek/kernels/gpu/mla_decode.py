@@ -14,8 +14,6 @@ Shape letters: T rows, H heads, c latent width (rank), r rope width, P units, S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -24,6 +22,7 @@ from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.dot import dot
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, tl, triton
+from models.deepseek.kernels.gpu.mla_decode_config import DecodeConfig, choose_config
 from models.deepseek.kernels.gpu.mla_merge import merge_units
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, TILE, DecodePlan, Partitions
 from models.deepseek.kernels.gpu.mla_rows import CacheViews, cache_views, check_widths, row_bytes
@@ -98,6 +97,7 @@ def mla_decode_kernel(
     heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
     fp8: tl.constexpr, depth: tl.constexpr, block_h: tl.constexpr, tile: tl.constexpr,
     halves: tl.constexpr, guarded: tl.constexpr, constant_default: tl.constexpr,
+    stages: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, c + r] bf16, cache rows as in mla_rows.py, tables [S, .] int32, positions [T] int64
     (-1: a row of padding), sequences [T] int32, ancestors [T, depth] int32 (depth 0: none),
@@ -107,9 +107,11 @@ def mla_decode_kernel(
 
     The latents come in 4 pieces: the compiler keeps four small accumulators in registers where
     one of [block_h, c] spills. halves 2: a program sums half of the channels, for chips whose
-    accumulators do not fit otherwise; scores are then taken twice. guarded: the scores stand in an
-    `if` that is always true, or else the compiler, seeing that another product follows, has both
-    warp groups compute all of them. constant_default: see CONSTANT_DEFAULT.
+    accumulators do not fit otherwise; scores are then taken twice. guarded 1: the scores stand in
+    an `if` that is always true, or else the compiler, seeing that another product follows, has both
+    warp groups compute all of them. guarded 2: the sums in another one as well; then loads of the
+    next tile are issued before this one's products, not behind them, for 8 KiB more of shared
+    memory, which only FP8 has left. constant_default: see CONSTANT_DEFAULT.
     """
     piece: tl.constexpr = rank // 4
     groups: tl.constexpr = rank // 128 if fp8 else 0
@@ -177,7 +179,7 @@ def mla_decode_kernel(
         if halves == 1:
             v2 = tl.zeros([block_h, piece], tl.float32)
             v3 = tl.zeros([block_h, piece], tl.float32)
-        for begin in tl.range(low, high, tile):
+        for begin in tl.range(low, high, tile, num_stages=stages):
             at = begin + n
             seen = at < high
             slot = _slots(table, path, at, high, prefix, block_size, depth > 0)
@@ -188,7 +190,7 @@ def mla_decode_kernel(
             rope_rows = ropes + rope_at + slot[:, None] * rope_stride
             kr = tl.load(rope_rows + r[None, :], mask=seen[:, None], other=0.0)
             factor = scale * LOG2E
-            if guarded:
+            if guarded > 0:
                 if constant_default:
                     chance = tl.zeros([block_h, tile], tl.bfloat16)
                 else:
@@ -210,11 +212,18 @@ def mla_decode_kernel(
                 score = dot(q3, tl.trans(k3), score)
                 score = dot(qr, tl.trans(kr), score) * factor
                 chance, peak, weight, shrink = _softmax_step(score, seen, peak, weight)
-            v0 = dot(chance, k0, v0 * shrink[:, None])
-            v1 = dot(chance, k1, v1 * shrink[:, None])
-            if halves == 1:
-                v2 = dot(chance, k2, v2 * shrink[:, None])
-                v3 = dot(chance, k3, v3 * shrink[:, None])
+            if guarded == 2:
+                if low <= begin:
+                    v0 = dot(chance, k0, v0 * shrink[:, None])
+                    v1 = dot(chance, k1, v1 * shrink[:, None])
+                    v2 = dot(chance, k2, v2 * shrink[:, None])
+                    v3 = dot(chance, k3, v3 * shrink[:, None])
+            else:
+                v0 = dot(chance, k0, v0 * shrink[:, None])
+                v1 = dot(chance, k1, v1 * shrink[:, None])
+                if halves == 1:
+                    v2 = dot(chance, k2, v2 * shrink[:, None])
+                    v3 = dot(chance, k3, v3 * shrink[:, None])
 
         inverse = tl.where(weight > 0, 1.0 / weight, 0.0)[:, None]
         log_sum = tl.where(weight > 0, (peak + tl.log2(weight)) * LN2, float("-inf"))
@@ -238,41 +247,6 @@ def mla_decode_kernel(
                 _write_heads(part + c3, v3 * inverse, left, rank, h, c, ragged)
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
-    """block_h: heads of a program. halves, guarded: see mla_decode_kernel. per_chip: programs that
-    a multiprocessor holds at once, by their shared memory."""
-
-    block_h: int
-    warps: int
-    stages: int
-    halves: int = 1
-    guarded: bool = False
-    per_chip: int = 1
-
-    def name(self, fp8: bool, depth: int) -> str:
-        kind = "fp8" if fp8 else "bf16"
-        tree = f" tree{depth}" if depth else ""
-        return f"{kind} {self.block_h}x{TILE} w{self.warps} s{self.stages}{tree}"
-
-
-# (architecture, heads up to) -> config. By heads alone, never by rows: see law 5 above.
-CONFIGS = {
-    (90, 16): DecodeConfig(16, 8, 2, per_chip=2),
-    (90, 32): DecodeConfig(32, 8, 2),
-    (90, 1 << 30): DecodeConfig(64, 8, 3, guarded=True),
-    (100, 16): DecodeConfig(16, 8, 2, per_chip=2),
-    (100, 32): DecodeConfig(32, 8, 2),
-    (100, 1 << 30): DecodeConfig(64, 8, 1, halves=2),
-}
-HEADS = (16, 32, 1 << 30)
-
-
-def choose_config(heads: int, arch: int) -> DecodeConfig:
-    """arch: 90 or 100 (anything newer counts as 100, anything older as 90)."""
-    return CONFIGS[100 if arch >= 100 else 90, next(most for most in HEADS if heads <= most)]
-
-
 def mla_decode(
     q: Tensor, layer: Tensor, plan: DecodePlan, tables: Tensor, scale: float, *,
     rope: int = 64, config: DecodeConfig | None = None, programs: int | None = None,
@@ -288,9 +262,9 @@ def mla_decode(
     check_widths(rank, rope, q.dtype, f"q {tuple(q.shape)}")
     if rows != plan.num_rows:
         raise ShapeRefused(f"q has {rows} rows: the plan was made for {plan.num_rows}")
-    if tables.dtype != torch.int32 or tables.stride(-1) != 1:
+    if tables.dtype != torch.int32 or (tables.numel() and tables.stride(-1) != 1):
         raise ShapeRefused(f"tables are {tables.dtype}: must be int32 [S, B] with rows together")
-    config = config or choose_config(heads, _arch(q.device))
+    config = config or choose_config(heads, _arch(q.device), views.fp8)
     q = q.contiguous()
     out = q.new_empty(rows, heads, rank)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -324,8 +298,8 @@ def _launch(
         cuts.near_size, cuts.near_end, cuts.far_size, tables.stride(0),
         heads=q.shape[1], rank=rank, rope=rope, block_size=views.block_size, fp8=views.fp8,
         depth=depth, block_h=config.block_h, tile=TILE, halves=config.halves,
-        guarded=config.guarded, constant_default=CONSTANT_DEFAULT, num_warps=config.warps,
-        num_stages=config.stages,
+        guarded=config.guarded, constant_default=CONSTANT_DEFAULT, stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -372,7 +346,7 @@ def compile_cases() -> list[CompileCase]:
 
 
 def _case(heads: int, fp8: bool, depth: int, arch: int) -> CompileCase:
-    config = choose_config(heads, arch)
+    config = choose_config(heads, arch, fp8)
     matrix = (
         {90: "wgmma.mma_async", 100: "tcgen05.mma"}
         if heads >= 64
@@ -394,7 +368,7 @@ def _case(heads: int, fp8: bool, depth: int, arch: int) -> CompileCase:
         signature,
         {"heads": heads, "rank": 512, "rope": 64, "block_size": 64, "fp8": fp8, "depth": depth,
          "block_h": config.block_h, "tile": TILE, "halves": config.halves,
-         "guarded": config.guarded, "constant_default": CONSTANT_DEFAULT},
+         "guarded": config.guarded, "constant_default": CONSTANT_DEFAULT, "stages": config.stages},
         num_warps=config.warps,
         num_stages=config.stages,
         wants={arch: (matrix[arch], "wide loads")},
