@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from models.deepseek.kernels.gpu.launches import Launch, recorded_launches
@@ -80,35 +80,57 @@ class _OnDevice(TorchFunctionMode):
         flat = list(_flat([*args, *kwargs.values()]))
         owner = next((x for x in flat if isinstance(x, FakeTensor)), None)
         to_cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in flat)
+        name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            return args[0]
         if owner is None and not to_cuda:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        if name in _ASKS and owner is not None and owner.device.type == "cuda":
+            return self._ask(name, owner)
+        if name == "copy_":
+            return self._copy(*args[:2], kwargs.get("non_blocking", False))
+        if to_cuda and name in ("to", "tensor", "as_tensor"):
+            return self._send(name, args, kwargs)
         with self.fake.mode:
             if name == "__get__":  # attributes
                 return func(*args, **kwargs)
             if name in _SHAPES:
                 raise AssertionError(f"{name}: the host would wait for its size: {_caller()}")
-            if name in _ASKS and owner is not None:
-                return self._ask(name, owner)
             if func is Tensor.__getitem__:
                 return _pick(*args)
             if func is Tensor.__setitem__:
                 _put(*args)
                 return None
             out = func(*args, **kwargs)
-        if name in ("to", "copy_") and isinstance(out, FakeTensor) and out.device.type == "cpu":
+        if name == "to" and isinstance(out, FakeTensor) and out.device.type == "cpu":
             return self._ask(name, owner)
         return out
+
+    def _send(self, name: str, args: Any, kwargs: Any) -> Tensor:
+        """To the device, from wherever: the same, said of shapes and dtypes."""
+        dtype = next((x for x in [*args, *kwargs.values()] if isinstance(x, torch.dtype)), None)
+        x = args[0] if isinstance(args[0], Tensor) else torch.tensor(args[0], dtype=dtype)
+        if isinstance(x, FakeTensor) and dtype in (None, x.dtype):
+            return x
+        shape, kind = tuple(x.shape), dtype or x.dtype
+        with self.fake.mode:
+            return torch.empty(shape, dtype=kind, device=CUDA)
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+        """Between devices: a guard of CUDA would be asked for."""
+        assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
+        if not isinstance(target, FakeTensor) and not non_blocking:
+            self.fake.waits.append(f"copy_ {_caller()}")
+        return target
 
     def _ask(self, name: str, x: Tensor | None) -> Any:
         assert x is not None
         self.fake.waits.append(f"{name} {_caller()}")
         shape, dtype = tuple(x.shape), x.dtype
-        with unset_fake_temporarily():
-            zeros = torch.zeros(shape, dtype=dtype)
+        zeros = torch.zeros(shape, dtype=dtype)
         if name in ("cpu", "to"):
             return zeros
-        return {"tolist": zeros.tolist, "numpy": zeros.numpy}.get(name, lambda: zeros.item() or 0)()
+        return {"tolist": zeros.tolist, "numpy": zeros.numpy}.get(name, zeros.item)()
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -121,16 +143,19 @@ def _flat(values: Any) -> Iterator[Any]:
 
 def _caller() -> str:
     """The innermost line of ours."""
+    skipped = ("site-packages", "fake_cuda")
     frames = traceback.extract_stack()
-    ours = [f for f in frames if "site-packages" not in f.filename and "fake_cuda" not in f.filename]
+    ours = [f for f in frames if not any(word in f.filename for word in skipped)]
     return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
 
 
 def _put(x: Tensor, index: Any, value: Any) -> None:
     viewed, tensors = _view(x, index)
-    value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if not isinstance(value, FakeTensor):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        value = torch.empty(shape, dtype=x.dtype, device=x.device)
     if not any(t is not None for t in tensors):
-        viewed.copy_(value)
+        assert torch.broadcast_shapes(viewed.shape, value.shape) == viewed.shape
     else:
         torch.ops.aten.index_put_(viewed, tensors, value)
 
@@ -162,8 +187,10 @@ def _view(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
             x = x.select(dim, part)
             continue
         else:
-            found = torch.as_tensor(part, device=x.device)
-            tensors.append(found)
+            if not isinstance(part, FakeTensor):  # lists and indices on the host are sent
+                shape = tuple(part.shape) if isinstance(part, Tensor) else (len(part),)
+                part = torch.empty(shape, dtype=torch.int64, device=x.device)
+            tensors.append(part)
             dim += 1
             continue
         tensors.append(None)

@@ -1,0 +1,172 @@
+"""Every line of a GPU engine's step, walked without a GPU: tensors are fake, kernels are written
+down, captured steps are run again by the double. What would first fail on a customer's GPU (a
+shape, a dtype, a CPU tensor among the others, a wait in a captured step, a kernel with types that
+nobody compiled) fails here."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
+
+from ep.group import EPGroup
+from models.deepseek.kernels.gpu.launches import Launch, recorded_launches, uncovered
+from models.deepseek.kernels.gpu.norm import rms_norm
+from models.deepseek.kernels.gpu.registry import all_cases
+from models.deepseek.kernels.select import KernelChoice
+from models.deepseek.random_checkpoint import write_random_checkpoint
+from models.deepseek.random_families import family_config
+from moeserve import startup
+from moeserve.build import build_engine
+from moeserve.config import ServeConfig
+from moeserve.device.api import ReplayedApi
+from moeserve.device.opening import open_graphs, warm_up_prefill
+from moeserve.device.staging import Staging
+from moeserve.engine import Engine
+from moeserve.request import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
+SINGLE = EPGroup.single()
+MAX_LEN = 128
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, fp8 in (("bf16", None), ("fp8", "fp32"), ("pow2", "pow2")):
+        config = family_config("v3", num_hidden_layers=2)
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = write_random_checkpoint(folder, config, tokenizer=False, fp8=fp8)
+    return made
+
+
+@contextmanager
+def engine_on_cuda(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: int = 0, **sections: Any
+) -> Iterator[tuple[Engine, FakeCuda]]:
+    """Built on a CPU by kernels that are not launched, then moved."""
+    kernels = UnlaunchedKernels(torch.device("cpu"))
+    monkeypatch.setattr(
+        startup, "create_kernels", lambda *_: KernelChoice(kernels, "kernels: triton")
+    )
+    base = {
+        "model": {"checkpoint": folder, "dtype": "bfloat16"},
+        "cache": {"kv_tokens": 1024},
+        "schedule": {"max_model_len": MAX_LEN, "max_num_sequences": 6, "token_budget": 48},
+        "engine": {"quiet": True},
+    }
+    config = ServeConfig.load(None, base | sections)
+    with recorded_launches():
+        engine = build_engine(config, SINGLE)
+    with warnings.catch_warnings(), fake_cuda() as fake, torch.inference_mode():
+        warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
+        runner = engine.runner
+        runner.model._attention._whole.clear()  # what it has made of weights on the CPU
+        move(runner.model)
+        runner.cache = runner.model.cache_spec.allocate(64, 16, CUDA)
+        api = ReplayedApi(CUDA)
+        runner.staging = Staging(api)
+        warm_up_prefill(runner, 48)
+        notes: list[str] = []
+        runner.graphs = open_graphs(config, SINGLE, runner, MAX_LEN, drafts, notes, api=api)
+        assert runner.graphs is not None, notes
+        assert len(runner.graphs.notes) == 0
+        assert fake.waits == [], "a captured step waits for the device"
+        assert engine.recorder is not None
+        engine.recorder.wants_rows = False
+        yield engine, fake
+
+
+def ask(engine: Engine, number: int, length: int, **sampling: Any) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, **sampling)
+    prompt = tuple(range(3, 3 + length))
+    engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, sampling=params))
+
+
+def steps(engine: Engine, fake: FakeCuda) -> Iterator[list[str]]:
+    """The waits of each step until there is no more work."""
+    for _ in range(40):
+        if not engine.has_work:
+            return
+        fake.waits.clear()
+        for output in engine.step():
+            assert output.error is None, output.error
+        assert engine.failure is None
+        yield list(fake.waits)
+    raise AssertionError("there is still work")
+
+
+def covered(launches: list[Launch]) -> None:
+    assert uncovered(launches, all_cases()) == []
+    assert {str(d) for launch in launches for d in launch.devices} == {"cuda:0"}
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "pow2"])
+def test_prefill_mixed_and_captured_decode(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    with engine_on_cuda(folders[weights], monkeypatch) as (engine, fake):
+        graphs = engine.runner.graphs
+        assert graphs is not None and graphs.rungs == (1, 2, 4, 6)
+        for number, length in enumerate((30, 40, 1, 20)):  # chunks, mixed steps
+            ask(engine, number, length, **GREEDY)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
+        assert all("sampler_device.py" in wait for of_step in waits for wait in of_step)
+        assert graphs.num_replays >= 3
+        covered(fake.launches)
+        names = {launch.name for launch in fake.launches}
+        assert {"mla_decode_kernel", "mla_cache_kernel", "unpermute_kernel"} <= names
+        assert ("fp8_gemm_kernel" in names) is (weights != "bf16")
+        assert engine.recorder is not None and engine.recorder.totals.shape[0] == 2
+
+
+def test_sampled_rows_wait_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_on_cuda(folders["bf16"], monkeypatch) as (engine, fake):
+        ask(engine, 0, 5, temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, seed=3)
+        ask(engine, 1, 9, **GREEDY)
+        ask(engine, 2, 3, temperature=1.0, seed=4, logit_bias={7: 2.0}, presence_penalty=0.5)
+        for waits in steps(engine, fake):
+            assert len(waits) <= 1, waits
+        covered(fake.launches)
+        assert {"probs_kernel", "draw_kernel"} <= {launch.name for launch in fake.launches}
+
+
+def test_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_on_cuda(
+        folders["fp8"], monkeypatch, 2, speculate={"method": "mtp:2"}
+    ) as (engine, fake):  # fmt: skip
+        assert engine.speculator is not None
+        engine.speculator.drafter._cache = engine.runner.cache
+        engine.speculator.drafter._pages = engine.runner.cache.layers[-1]
+        engine.speculator.drafter._no_rows = engine.runner.cache.layers[-1].new_zeros(0, 256)
+        ask(engine, 0, 30, **GREEDY)
+        ask(engine, 1, 4, **GREEDY)
+        for waits in steps(engine, fake):
+            assert len(waits) <= 1 + 2, waits  # the step's tokens, and those of each round
+        assert engine.scheduler.counters.drafted_tokens > 0
+        assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
+        covered(fake.launches)
+
+
+def test_a_wait_a_stray_tensor_and_unknown_types_are_seen() -> None:
+    with fake_cuda() as fake, torch.inference_mode():
+        x = torch.zeros(3, device=CUDA)
+        assert x[1:].sum().item() == 0 and len(fake.waits) == 1 and "item" in fake.waits[0]
+        with pytest.raises(AssertionError, match="nonzero: the host would wait"):
+            x.nonzero()
+        with pytest.raises(RuntimeError, match="device"):
+            x + torch.zeros(3)
+        rms_norm(torch.zeros(2, 128, dtype=torch.float16, device=CUDA), torch.zeros(128), 1e-6)
+        (line,) = uncovered(fake.launches, all_cases())
+        assert "rms_norm_kernel: no compile case has x *fp16" in line
+        with pytest.raises(AssertionError):
+            covered(fake.launches)
