@@ -160,6 +160,15 @@ def plan(
             rich_help_panel=ASK,
         ),
     ] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="A step kernel by kernel, by our kernels' counts of bytes and FLOPs (in --json "
+            "always)",
+            rich_help_panel=OUT,
+        ),
+    ] = False,
     check: Annotated[
         bool,
         typer.Option(
@@ -228,7 +237,7 @@ def plan(
     doing = {"search": search, "validate": validate, "check": check, "plot": plot}
     if rehearse is not None:
         asked = Rehearse(rehearse, routing, model, trace, seed, dispatch, wire, json, array)
-        run_rehearsal(asked, _flags(given | doing))
+        run_rehearsal(asked, _flags(given | doing | {"kernels": kernels}))
         return
     from launch.capacity.asked import Typed
     from launch.capacity.run import Run
@@ -238,7 +247,7 @@ def plan(
     if validate:
         others = {"dispatch": dispatch, "wire": wire, "trace": trace, "array": array}
         unused += (["MODEL"] if model else []) + _flags(given | others | {"search": search})
-    Run(typed, search, validate, check, plot, json, unused).run()
+    Run(typed, search, validate, check, plot, json, kernels, unused).run()
 
 
 def _flags(given: dict[str, Any]) -> list[str]:

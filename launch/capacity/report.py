@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from launch.capacity.balance import Balance, balance
 from launch.capacity.deployment import Deployment
@@ -21,6 +22,9 @@ from launch.capacity.rules import violations
 from launch.capacity.times import Calibration
 from launch.capacity.verdict import NOT_PREDICTED, Verdict, unfit, verdict
 from moeserve.terminal import counted
+
+if TYPE_CHECKING:
+    from launch.capacity.kernel_step import KernelStep
 
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
 ASSUMED = (
@@ -71,6 +75,13 @@ class Report:
     def predicted(self) -> Prediction | None:
         """None where it does not fit: then there is nothing that runs so fast, or costs so much."""
         return self.prediction if unfit(self.violations) is None else None
+
+    @cached_property
+    def kernels(self) -> KernelStep | None:
+        """The same step by our kernels' counts. None where it does not fit, and with tp."""
+        from launch.capacity.kernel_step import kernel_step  # the kernels: modules of their own
+
+        return None if self.predicted is None else kernel_step(self.deployment, self.work)
 
     @property
     def notes(self) -> list[str]:
@@ -151,6 +162,7 @@ class Report:
                 for c in self.concurrency
             ],
             "prediction": self._prediction_json(),
+            "kernels": self.kernels and self.kernels.as_json(),
             "notes": self.notes,
             "violations": [v.as_json() for v in self.violations],
         }

@@ -39,6 +39,7 @@ class Run:
     check: bool
     plot: Path | None
     as_json: bool
+    kernels: bool
     unused: list[str]
 
     def run(self) -> None:
@@ -54,6 +55,7 @@ class Run:
     def _asked(self) -> Asked | None:
         mode = "--validate" if self.validate else "--search" if self.search else "plan MODEL"
         unused = list(self.unused)
+        unused += ["--kernels"] if self.kernels and (self.search or self.validate) else []
         typed = asdict(self.typed)
         if self.search:
             names = (
@@ -102,7 +104,7 @@ class Run:
         def show(console: Any) -> None:
             from launch.capacity.screen import show_plan
 
-            show_plan(plan, console)
+            show_plan(plan, console, self.kernels)
 
         self._tell(plan.as_json(), show)
         wrong = len(plan.errors)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launch.capacity.kernel_step import KernelStep
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
 from launch.capacity.parts import dollars, load_told, memory_parts, step_parts
 from launch.capacity.remedies import ERROR, errors
@@ -26,7 +27,8 @@ _GB = 1e9
 _WIDE = 120  # columns from which two tables stand side by side
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: Plan, console: Console, kernels: bool = False) -> None:
+    """kernels: what each of ours does in a step, as well."""
     d, work, said = plan.reports[0].deployment, plan.reports[0].work, plan.verdict
     console.print(
         f"[bold]{escape(d.model)}[/] on {d.gpus} x {d.gpu.title} ({counted(d.nodes, 'node')})",
@@ -47,6 +49,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     )
     for r in plan.reports:
         show_report(r, console)
+        if kernels and r.kernels is not None:
+            console.print(_kernels(r.kernels, r.deployment.phase))
     console.print()
     if any(r.predicted is not None for r in plan.reports):
         console.print(_costs(plan))
@@ -207,6 +211,24 @@ def _step(step: Step, phase: str) -> Group:
     return titled(f"a step of {phase}, busiest GPU", parts)
 
 
+def _kernels(step: KernelStep, phase: str) -> Group:
+    rows = table(padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("kernel", "part", "launches", "GB", "TFLOP", "ms", "bound by"):
+        left = name in ("kernel", "part", "bound by")
+        rows.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for k in step.kernels:
+        numbers = (f"{k.bytes / _GB:,.2f}", f"{k.flops / 1e12:,.2f}" if k.flops else "")
+        told = (f"{k.launches:,}", *numbers, f"{1e3 * k.seconds:,.2f}")
+        rows.add_row(k.kernel, k.part, *told, k.bound)
+    rows.add_section()
+    for name, seconds in (("all-to-alls, not hidden", step.exposed), ("MTP drafts", step.drafts)):
+        if seconds:
+            rows.add_row(name, "", "", "", "", f"{1e3 * seconds:,.2f}", "")
+    rows.add_row("step", "", f"{step.launches:,}", "", "", f"{1e3 * step.seconds:,.2f}", "")
+    how = "deterministic mode" if phase == "decode" else "attention of fast mode"
+    return titled(f"a step of {phase} by our kernels' own counts, {how}", rows)
+
+
 def _results(r: Report) -> Group:
     p, d = r.prediction, r.deployment
     decode = d.phase == "decode"
@@ -226,6 +248,8 @@ def _results(r: Report) -> Group:
     if d.drafts and decode:
         gain = f"{p.tokens_a_step:.2f} tokens a step, {p.mtp_gain:.2f} x without"
         said.add_row(f"MTP, {counted(d.drafts, 'draft')} at {d.acceptance:.0%}", gain)
+    if r.kernels is not None:
+        said.add_row("a step by our kernels' counts", f"{1e3 * r.kernels.seconds:,.1f} ms")
     t = p.traffic
     said.add_row("sent a token a layer, within nodes", f"{t.within / 1e3:,.1f} kB")
     said.add_row("sent a token a layer, across nodes", f"{t.across / 1e3:,.1f} kB")

@@ -47,6 +47,10 @@ def show_validation(v: Validation, console: Console) -> None:
         f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
     )
     console.print(v.told())
+    console.print(
+        f"by our kernels' counts of bytes and FLOPs, same constants: median error of throughputs "
+        f"{v.median_error_by_kernels():.1%} (each: --json)"
+    )
 
 
 def _points(points: list[Point], unit: str) -> Group:

@@ -121,14 +121,21 @@ def decode_step(
     """tokens: sequences of a GPU times the positions each computes (1, or 1 + drafts)."""
     halves = 2 if pool.overlap and pool.ep > 1 else 1
     part = _decode_parts(shape, pool, tokens / halves, context, c)
-    comm = exposed = 0.0
-    if pool.ep > 1:
-        mine = tokens / pool.tp / halves
-        way = pool.dispatch or "deepep_ll"
-        exposed = comm = halves * c.skew * sum(dispatch_seconds(way, shape, pool, mine, c))
-    if halves == 2:
-        exposed = max(comm * (1 - c.hidden), comm - 2 * part.work)
+    comm, exposed = decode_exposed(shape, pool, tokens, part.work, c)
     return _join(shape, pool, part, halves, comm, exposed, tokens, tokens, c)
+
+
+def decode_exposed(
+    shape: ModelShape, pool: Pool, tokens: float, work: float, c: Calibration
+) -> tuple[float, float]:
+    """Seconds of a MoE layer's all-to-alls in decode, and what of them is not hidden. work: of the
+    layer's kernels, of one half batch where two overlap."""
+    if pool.ep == 1:
+        return 0.0, 0.0
+    halves = 2 if pool.overlap else 1
+    way, mine = pool.dispatch or "deepep_ll", tokens / pool.tp / halves
+    comm = halves * c.skew * sum(dispatch_seconds(way, shape, pool, mine, c))
+    return comm, max(comm * (1 - c.hidden), comm - 2 * work) if halves == 2 else comm
 
 
 def prefill_step(
@@ -136,18 +143,26 @@ def prefill_step(
 ) -> Step:
     """tokens: prompt tokens of a GPU in a step, of prompts of `length`, of which `cached` positions
     came from the cache and are attended to without being computed."""
-    across = pool.nodes > 1
-    way = pool.dispatch or "deepep_normal"
-    comm = sum(dispatch_seconds(way, shape, pool, tokens / pool.tp, c)) if pool.ep > 1 else 0.0
     part = _prefill_parts(shape, pool, tokens, (length + cached) / 2, c)
-    exposed = comm
-    if pool.overlap and comm:
-        taken = c.comm_sms if across else 0
-        slower = pool.gpu.sms / (pool.gpu.sms - taken)
-        part = _Parts(*(x * slower for x in asdict(part).values()))
-        longer, shorter = max(part.work, comm), min(part.work, comm)
-        exposed = longer + (1 - c.normal_hidden) * shorter - part.work
+    comm, exposed, slower = prefill_exposed(shape, pool, tokens, part.work, c)
+    part = _Parts(*(x * slower for x in asdict(part).values()))
     return _join(shape, pool, part, 1, comm, exposed, tokens, tokens / max(length, 1.0), c)
+
+
+def prefill_exposed(
+    shape: ModelShape, pool: Pool, tokens: float, work: float, c: Calibration
+) -> tuple[float, float, float]:
+    """Seconds of a MoE layer's all-to-alls in prefill, what of them is not hidden, and by what
+    factor work takes longer beside them. work: seconds of the layer's kernels, alone."""
+    if pool.ep == 1:
+        return 0.0, 0.0, 1.0
+    way = pool.dispatch or "deepep_normal"
+    comm = sum(dispatch_seconds(way, shape, pool, tokens / pool.tp, c))
+    if not pool.overlap:
+        return comm, comm, 1.0
+    slower = pool.gpu.sms / (pool.gpu.sms - (c.comm_sms if pool.nodes > 1 else 0))
+    longer, shorter = max(slower * work, comm), min(slower * work, comm)
+    return comm, longer + (1 - c.normal_hidden) * shorter - slower * work, slower
 
 
 def _join(
@@ -199,7 +214,7 @@ def _decode_parts(
     touched = slots * (1 - (1 - 1 / slots) ** pairs) if slots > 1 else min(slots, 1.0)
     experts = c.expert_launch + max(
         touched * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
-        2 * pairs * shape.expert / (gpu.fp8 * _share(gpu, c, c.grouped) * _fp8(shape)),
+        2 * pairs * shape.expert / (gpu.fp8 * share(gpu, c, c.grouped) * _fp8(shape)),
     )
     plain = shape.attention - shape.up
     projections = _product(gpu, tokens, plain / pool.tp, shape.weight_bytes, True, c)
@@ -217,7 +232,7 @@ def _prefill_parts(
     slots = (model.n_routed_experts + pool.hosted + pool.redundant) / pool.ep
     experts = c.expert_launch + max(
         slots * shape.expert * shape.weight_bytes / (gpu.hbm * c.memory),
-        2 * pairs * shape.expert / (gpu.fp8 * _share(gpu, c, c.grouped) * _fp8(shape)),
+        2 * pairs * shape.expert / (gpu.fp8 * share(gpu, c, c.grouped) * _fp8(shape)),
     )
     projections = _product(gpu, tokens, shape.attention / pool.tp, shape.weight_bytes, True, c)
     shared = _shared(shape, pool, tokens, c)
@@ -281,11 +296,12 @@ def _product(
     """T rows times so many weights: arithmetic, or the weights' bytes."""
     peak = gpu.fp8 if fp8 and weight_bytes < 2 else gpu.bf16
     flops = 2 * tokens * parameters
-    share = _share(gpu, c, c.ceiling)
-    return max(flops / (peak * share), parameters * weight_bytes / (gpu.hbm * c.memory))
+    return max(
+        flops / (peak * share(gpu, c, c.ceiling)), parameters * weight_bytes / (gpu.hbm * c.memory)
+    )
 
 
-def _share(gpu: Gpu, c: Calibration, ceiling: float) -> float:
+def share(gpu: Gpu, c: Calibration, ceiling: float) -> float:
     """Of the peak: a chip with many FLOPs for each byte waits for operands."""
     return 1 / (1 / ceiling + gpu.fp8 / gpu.hbm / c.intensity)
 

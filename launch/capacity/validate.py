@@ -22,6 +22,7 @@ from launch.capacity.deployment import Deployment, Groups, Phase
 from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
 from launch.capacity.picks import Reach
+from launch.capacity.predict import Workload
 from launch.capacity.shape import ModelShape
 from launch.capacity.times import (
     Calibration,
@@ -53,7 +54,8 @@ _ERROR = 0.05  # what a fitted point is believed to be known to, as a share
 @dataclass(frozen=True)
 class Point:
     """measured and predicted in `unit`; error is predicted / measured - 1, None where nothing is
-    predicted, for the reason given."""
+    predicted, for the reason given. by_kernels: the same by our kernels' counts of bytes and FLOPs
+    (`kernel_step`), with the same constants; None where these know no such layout."""
 
     id: str
     what: str
@@ -63,6 +65,7 @@ class Point:
     fitted: bool
     reason: str
     source: str
+    by_kernels: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -106,6 +109,12 @@ class Validation:
     def median_error_before(self, *, unit: str | None = None) -> float:
         return statistics.median(_errors(self.before, None, unit))
 
+    def median_error_by_kernels(self) -> float:
+        """Of throughputs that our kernels' counts predict."""
+        return statistics.median(
+            abs(p.by_kernels / p.measured - 1) for p in self.points if p.by_kernels is not None
+        )
+
     def worst_error(self, *, fitted: bool | None = None) -> float:
         return max(_errors(self.points, fitted, None))
 
@@ -139,6 +148,7 @@ class Validation:
             "worst_error_fitted": self.worst_error(fitted=True),
             "worst_error_held_out": self.worst_error(fitted=False),
             "fitted_on_points": self.fitted_on,
+            "median_error_by_kernels": self.median_error_by_kernels(),
             "before_fitting": {
                 "median_error": self.median_error_before(),
                 "median_error_throughput": self.median_error_before(unit=_THROUGHPUT),
@@ -166,7 +176,7 @@ def _errors(points: list[Point], fitted: bool | None, unit: str | None) -> list[
 def validate(calibration: Calibration | None = None) -> Validation:
     """Every published point against the model of times."""
     c = calibration or Calibration()
-    points = list(_points(c))
+    points = [_with_kernels(p, c) for p in _points(c)]
     constants = [
         Constant(name, getattr(c, name), _moved(name, c, points), *FITTED[name]) for name in FITTED
     ]
@@ -204,13 +214,57 @@ def _points(c: Calibration) -> Iterator[Point]:
         yield from _kernels(entry, c)
 
 
+def _with_kernels(p: Point, c: Calibration) -> Point:
+    from launch.capacity.kernel_step import kernel_step  # the kernels: modules of their own
+
+    entry = next((x for x in _published()["point"] if x["id"] == p.id and "predict" in x), None)
+    if entry is None or p.predicted is None:
+        return p
+    asked: dict[str, Any] = entry["predict"]
+    d, work = _deployment(asked, c)
+    step = kernel_step(d, work, c)
+    if step is None:
+        return p
+    return replace(p, by_kernels=d.gpu.per_node * asked["tokens"] / step.seconds)
+
+
+def _deployment(asked: dict[str, Any], c: Calibration) -> tuple[Deployment, Workload]:
+    """A point as a deployment, its experts placed, and requests of its length."""
+    pool = _pool(asked, c)
+    decode = asked["kind"] == "decode"
+    load = {"sequences" if decode else "tokens": asked["tokens"]}
+    d = Deployment(
+        _shape(asked.get("model", "deepseek-v3")),
+        "",
+        pool.gpu,
+        pool.ep,
+        asked["kind"],
+        redundant=pool.redundant,
+        tp=pool.tp,
+        dispatch="deepep_ll" if decode else "deepep_normal",
+        overlap=pool.overlap,
+        balance=pool.balance,
+        reach=pool.reach,
+        **load,
+    )
+    return d, Workload(asked["length"], 0)
+
+
 def _throughput(predict: dict[str, Any], c: Calibration) -> float:
     """Tokens a second a node."""
+    pool = _pool(predict, c)
+    run = decode_step if predict["kind"] == "decode" else prefill_step
+    tokens, length = predict["tokens"], predict["length"]
+    step = run(_shape(predict.get("model", "deepseek-v3")), pool, tokens, length, c)
+    return pool.gpu.per_node * tokens / step.seconds / pool.tp
+
+
+def _pool(predict: dict[str, Any], c: Calibration) -> Pool:
     gpu = profile(predict["gpu"])
     uneven = predict.get("balance") == "lmsys"
     shape = _shape(predict.get("model", "deepseek-v3"))
     groups, redundant = predict.get("groups", "free"), predict.get("redundant", 0)
-    pool = Pool(
+    return Pool(
         gpu,
         predict["ep"],
         redundant=redundant,
@@ -220,10 +274,6 @@ def _throughput(predict: dict[str, Any], c: Calibration) -> float:
         overlap=predict.get("overlap", True),
         young=predict.get("young", False),
     )
-    run = decode_step if predict["kind"] == "decode" else prefill_step
-    tokens, length = predict["tokens"], predict["length"]
-    step = run(shape, pool, tokens, length, c)
-    return gpu.per_node * tokens / step.seconds / pool.tp
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,160 @@
+"""A step by our kernels' own counts: the same work as the planner's, so that neither drifts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.capacity.asked import Typed, read
+from launch.capacity.deployment import Deployment, from_preset
+from launch.capacity.kernel_step import LAUNCHES, KernelStep, chunks, kernel_step
+from launch.capacity.kernels import (
+    Experts,
+    Partitions,
+    attention_decode,
+    moe,
+    spread_rows,
+)
+from launch.capacity.known import load_shape
+from launch.capacity.predict import Workload, predict
+from launch.capacity.times import Calibration, Step
+from launch.capacity.validate import validate
+from launch.cli import app
+
+TINY = str(Path(__file__).parents[1] / "checkpoints" / "tiny")
+PARTS = ("projections", "core", "experts", "shared", "dense", "head")
+# One partition a row: what leaves parts to merge is a choice of kernels, not work of the model.
+WHOLE = Partitions(1 << 20, 1 << 20, 1 << 20)
+C = Calibration()
+_SURE = {"ceiling": 1.0, "grouped": 1.0, "prefill_core": 1.0, "decode_core": 1.0, "memory": 1.0}
+IDEAL = replace(C, **_SURE, intensity=1e60, launch=0.0, expert_launch=0.0, comm_sms=0)
+TYPED = {
+    "prefill 32": Typed(preset="v3-prefill-32"),
+    "decode 72": Typed("deepseek-v3", gpu="h100", gpus="72", phase="decode", sequences="240",
+                       input_tokens="1998", output_tokens="100"),
+    "decode 144": Typed(preset="v3-decode-144"),
+    "decode 320": Typed(preset="v3-decode-320"),
+    "K2 decode 96": Typed(preset="k2-decode-96"),
+    "FP8 cache, drafts": Typed("deepseek-v3", gpu="h200", gpus="32", phase="decode", drafts="1",
+                               sequences="64", kv_fp8=True, no_overlap=True),
+}  # fmt: skip
+
+
+def both(name: str, c: Calibration, **gpu: float) -> tuple[Step, KernelStep]:
+    asked = read(TYPED[name])
+    d = asked.plan().reports[0].deployment
+    d = replace(d, gpu=replace(d.gpu, **gpu), drafts=0)
+    found = kernel_step(d, asked.work, c, partitions=WHOLE)
+    assert found is not None
+    return predict(d, asked.work, c=c).step, found
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_kernels_compute_what_the_planner_counts(name: str) -> None:
+    """On a chip where a FLOP is a second and bytes are free, each part of a step within 1 %."""
+    step, found = both(name, replace(IDEAL, passes=0.0), hbm=1e30, fp8=1.0, bf16=1.0)
+    for part in PARTS:
+        assert found.part(part) == pytest.approx(getattr(step, part), rel=0.01), part
+    gate = found.part("rest")  # three products for one, in the kernel alone
+    assert gate < 0.03 * found.seconds
+
+
+@pytest.mark.parametrize("name", [n for n in TYPED if n != "prefill 32"])
+def test_kernels_move_what_the_planner_counts(name: str) -> None:
+    """Where a byte is a second, decode: no part less than its weights and cache, which is what the
+    planner counts (rows are in its `passes`); all of it within 25 %."""
+    step, found = both(name, IDEAL, hbm=1.0, fp8=1e40, bf16=1e40)
+    for part in PARTS:
+        assert found.part(part) >= 0.999 * getattr(step, part), part
+    planned = sum(getattr(step, part) for part in (*PARTS, "rest"))
+    assert 0.95 * planned < sum(k.seconds for k in found.kernels) < 1.25 * planned
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_steps_agree_with_the_fitted_model(name: str) -> None:
+    asked = read(TYPED[name])
+    r = asked.plan().reports[0]
+    assert r.kernels is not None
+    assert r.kernels.seconds == pytest.approx(r.prediction.step.seconds, rel=0.15)
+    parts = sum(k.seconds for k in r.kernels.kernels) + r.kernels.exposed + r.kernels.drafts
+    assert parts == pytest.approx(r.kernels.seconds)
+    assert {k.bound for k in r.kernels.kernels} <= {"memory", "compute", "gaps"}
+
+
+def test_launches_of_a_layer_are_counted() -> None:
+    """`launch` was fitted on whole layers of V3: gaps of one come to it."""
+    shape = load_shape("deepseek-v3")
+    layer = attention_decode(shape, [4096] * 64, 1, False)
+    layer += moe(shape, 64, Experts([512, 512], routed=False), 0, True)
+    assert sum(u.launches for u in layer if u.part != "experts") == LAUNCHES
+    assert sum(1 for u in layer if u.part == "experts") == 3
+
+
+def test_rows_go_to_slots_as_they_are_picked() -> None:
+    assert spread_rows(1000, 2) == [500, 500] and spread_rows(7, 1) == [7]
+    few = spread_rows(3, 64)
+    assert len(few) == 64 and sum(few) == 3 and max(few) == 1
+
+
+def test_steps_of_prefill_are_whole_prompts_and_a_piece() -> None:
+    work = Workload(4096, 1, cached_share=0.5)
+    contexts, new = chunks(16384, work)
+    assert new == [2048] * 8 and contexts == [4096] * 8
+    contexts, new = chunks(3000, work)
+    assert new == [2048, 952] and contexts == [4096, (4096 + 2048 + 952) // 2]
+
+
+def test_partitions_of_deterministic_mode_cost_bytes() -> None:
+    d, work = from_preset("v3-decode-144"), Workload(4489, 1000)
+    kept, whole = kernel_step(d, work), kernel_step(d, work, partitions=WHOLE)
+    assert kept is not None and whole is not None and kept.seconds > whole.seconds
+    assert kept.part("core") > 1.2 * whole.part("core")
+
+
+def test_models_in_bf16_and_shared_attention() -> None:
+    d = from_preset("v3-decode-144")
+    plain = replace(d.shape, config=replace(d.shape.config, quantization=None))
+    wide = Deployment(plain, "", d.gpu, 144, "decode", redundant=32, sequences=64)
+    step = kernel_step(wide, Workload())
+    assert step is not None
+    assert not any("quant" in k.kernel or "fp8" in k.kernel for k in step.kernels)
+    assert step.seconds == pytest.approx(predict(wide, Workload()).step.seconds, rel=0.2)
+    assert kernel_step(replace(d, tp=4), Workload()) is None
+
+
+def test_plans_tell_kernels() -> None:
+    flags = ["plan", "deepseek-v3", "--gpus", "144", "--gpu", "h800", "--drafts", "1"]
+    done = CliRunner().invoke(app, [*flags, "--json"])
+    said = json.loads(done.stdout.splitlines()[-1])["phases"]
+    for phase in ("prefill", "decode"):
+        kernels = said[phase]["kernels"]
+        assert kernels["step_s"] > 0 < kernels["launches"]
+        assert {"kernel", "part", "launches", "bytes", "flops", "seconds", "bound"} == set(
+            kernels["of"][0]
+        )
+    assert said["decode"]["kernels"]["drafts_s"] > 0
+    screen = CliRunner().invoke(app, [*flags, "--kernels", "--phase", "decode"]).stdout
+    assert "mla_decode" in screen and "grouped_gemm" in screen and "MTP drafts" in screen
+    assert "mla_decode" not in CliRunner().invoke(app, flags).stdout
+    unfit = CliRunner().invoke(
+        app, ["plan", "deepseek-v3", "--gpus", "8", "--gpu", "h100", "--json"]
+    )
+    assert json.loads(unfit.stdout.splitlines()[-1])["phases"]["decode"]["kernels"] is None
+    tiny = CliRunner().invoke(app, ["plan", TINY, "--gpus", "1", "--gpu", "h100", "--json"])
+    assert json.loads(tiny.stdout.splitlines()[-1])["phases"]["decode"]["kernels"]["step_s"] > 0
+    wrong = CliRunner().invoke(app, ["plan", "--validate", "--kernels"])
+    assert "--kernels: has no meaning with --validate" in str(wrong.exception)
+
+
+def test_published_points_by_kernels() -> None:
+    """The same setups; deterministic attention and rows counted one by one take somewhat longer."""
+    said = validate().as_json()
+    assert said["median_error_by_kernels"] < 0.15
+    found = {p["id"]: p["by_kernels"] for p in said["points"] if p["unit"] == "tok/s/node"}
+    assert sum(x is not None for x in found.values()) == 15 and found["13a"] is None
+    decode = next(p for p in said["points"] if p["id"] == "7")
+    assert decode["by_kernels"] == pytest.approx(decode["measured"], rel=0.1)
