@@ -1,0 +1,207 @@
+"""`moeserve bench kernels --device cuda`: the GPU kernels on a device, beside limits and libraries.
+
+Knows how that is measured within a budget of seconds, shown as a table and kept as JSON. The cases:
+models/deepseek/kernels/gpu/bench. `scripts/gpu_check.py` shows the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.bench.machine import describe_machine
+from launch.bench.screen import last_line, wide_console
+from launch.bench.steps import StepProgress
+from moeserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.deepseek.kernels.gpu.bench.clock import Clock
+    from models.deepseek.kernels.gpu.bench.limits import Limits
+    from models.deepseek.kernels.gpu.bench.run import Measured, Row
+    from models.deepseek.kernels.gpu.bench.sizes import Sizes
+    from models.deepseek.kernels.gpu.bench.winners import Winners
+
+FORMAT = "moeserve bench kernels gpu 1"
+BUDGET = 130.0  # seconds
+GOAL = 0.8  # of the limit, where memory binds
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    device: str
+    limits: Limits
+    measured: Measured
+    winners: Winners
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "device": self.device,
+            "limits": asdict(self.limits),
+            "kernels": [row.as_json() for row in self.measured.rows],
+            "not_measured": self.measured.left,
+            "seconds": self.measured.seconds,
+            "winners_table": self.winners.as_json(),
+        }
+
+
+def measure_kernels(
+    device: torch.device,
+    sizes: Sizes,
+    budget: float = BUDGET,
+    only: str = "",
+    clock: Clock | None = None,
+    limits: Limits | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> KernelReport:
+    """ConfigError for an `only` that is in no kernel's name. clock None: that of the device; limits
+    None: measured now."""
+    from models.deepseek.kernels.gpu.bench.clock import make_clock
+    from models.deepseek.kernels.gpu.bench.limits import measure_limits
+    from models.deepseek.kernels.gpu.bench.run import all_cases, measure_all
+    from models.deepseek.kernels.gpu.bench.winners import Winners
+
+    cases = all_cases(sizes, device, only)
+    if not cases:
+        names = ", ".join(dict.fromkeys(case.kernel for case in all_cases(sizes, device)))
+        raise ConfigError([f"--only {only!r}: in no kernel's name: {names}"])
+    clock = clock or make_clock(device)
+    limits = limits or measure_limits(clock, device)
+    measured = measure_all(cases, clock, limits, budget, progress)
+    name = device_name(device)
+    return KernelReport(name, limits, measured, Winners.from_rows(name, measured.rows))
+
+
+def device_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+@dataclass(frozen=True)
+class GpuKernelBench:
+    """What was typed. seconds: of all. json, winners: files."""
+
+    only: str
+    seconds: float
+    winners: Path | None = None
+
+    def run(self, as_json: bool) -> int:
+        """The exit code: 1 where a kernel raised. ConfigError where there is no device."""
+        import torch
+
+        from models.deepseek.kernels.gpu.bench.sizes import V3
+        from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                ["--device cuda: torch finds no CUDA device here; --compile-only needs none"]
+            )
+        if not HAVE_TRITON:
+            raise ConfigError([f"--device cuda: {HOW_TO_GET_IT}"])
+        progress = StepProgress(True, unit=" shapes")
+        try:
+            report = measure_kernels(
+                torch.device("cuda"), V3, self.seconds, self.only, progress=progress
+            )
+        finally:
+            progress.close()
+        show(report)
+        if self.winners is not None:
+            report.winners.save(self.winners)
+            print(f"written: {self.winners}")
+        if as_json:
+            last_line(report.as_json() | {"machine": describe_machine()})
+        return 1 if report.measured.failed else 0
+
+
+def show(report: KernelReport) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = wide_console()
+    limits = report.limits
+    table = Table(
+        title=f"kernels on {report.device}: {limits.memory / 1e12:.2f} TB/s copied, "
+        f"{limits.bf16 / 1e12:.0f} TFLOP/s bf16, {limits.fp8 / 1e12:.0f} TFLOP/s e4m3 "
+        f"({limits.fp8_by}), an empty run {limits.overhead * 1e6:.1f} us",
+        title_justify="left",
+    )
+    table.add_column("kernel, shape")
+    for name in ("us", "limit us", "of limit"):
+        table.add_column(name, justify="right")
+    table.add_column("bound")
+    for name in ("TB/s", "TFLOP/s"):
+        table.add_column(name, justify="right")
+    table.add_column("others, us")
+    table.add_column("won")
+    for row in sorted(report.measured.rows, key=lambda row: row.kernel):
+        table.add_row(*(escape(cell) for cell in _cells(row)))
+    console.print(table)
+    for line in summary(report):
+        console.print(line, markup=False)
+
+
+def _cells(row: Row) -> list[str]:
+    if row.error:
+        return [row.name, "failed", f"{row.limit * 1e6:.1f}", "", row.bound, "", "", row.error, ""]
+    others = [
+        f"{name} {seconds * 1e6:.1f}" + (" (differs)" if name in row.wrong else "")
+        for name, seconds in row.rivals.items()
+    ]
+    return [
+        row.name + ("" if row.captured else " *"),
+        f"{row.ours * 1e6:.1f}",
+        f"{row.limit * 1e6:.1f}",
+        f"{row.of_limit:.0%}",
+        row.bound,
+        f"{row.bytes / row.ours / 1e12:.2f}",
+        f"{row.flops / row.ours / 1e12:.0f}",
+        ", ".join(others),
+        row.winner,
+    ]
+
+
+def summary(report: KernelReport) -> list[str]:
+    """Lines below the table: what was reached, who was not here, what is missing."""
+    rows = [row for row in report.measured.rows if not row.error]
+    lines = []
+    by_memory = [row for row in rows if row.bound == "memory"]
+    reached = sum(row.of_limit >= GOAL for row in by_memory)
+    if by_memory:
+        lines.append(
+            f"bound by memory: {reached} of {len(by_memory)} shapes at {GOAL:.0%} of their limit "
+            "or more"
+        )
+    products = [row for row in rows if row.kernel == "fp8_gemm" and row.bound == "compute"]
+    if products:
+        best = max(products, key=lambda row: row.of_limit)
+        lines.append(f"block-FP8 GEMM: {best.of_limit:.0%} of the measured rate ({best.name})")
+    absent: dict[str, str] = {}
+    for row in rows:
+        for name, why in row.absent.items():
+            if name not in row.rivals:
+                absent.setdefault(name, why)
+    lines += [f"not beside ours: {name} ({why})" for name, why in absent.items()]
+    wrong = [f"{name} at {row.name}" for row in rows for name in row.wrong]
+    if wrong:
+        lines.append(f"other results than ours: {', '.join(wrong)}")
+    if any(not row.captured for row in rows):
+        lines.append("*: not captured, the host's launches are in the time")
+    failed = [row.name for row in report.measured.failed]
+    if failed:
+        lines.append(f"failed: {', '.join(failed)}")
+    left = report.measured.left
+    if left:
+        lines.append(f"time did not suffice for {len(left)} shapes: {', '.join(left)}")
+    lines.append(f"{len(rows)} shapes in {report.measured.seconds:.0f} s")
+    return lines
+
+
+def write_json(path: Path, held: dict[str, Any]) -> None:
+    path.write_text(json.dumps(held, indent=1, default=str) + "\n")

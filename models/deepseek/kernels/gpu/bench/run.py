@@ -1,0 +1,170 @@
+"""All kernels at all shapes within a budget of seconds: rows of a table, and who won where.
+
+Shapes that matter most come first; what time did not suffice for is named, not dropped silently. A
+case that raises is a row that says so. Knows cases, a clock and limits; nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from models.deepseek.kernels.gpu.bench.attention import attention_cases
+from models.deepseek.kernels.gpu.bench.case import Case, Prepared
+from models.deepseek.kernels.gpu.bench.clock import Clock
+from models.deepseek.kernels.gpu.bench.gemms import gemm_cases
+from models.deepseek.kernels.gpu.bench.limits import Limits
+from models.deepseek.kernels.gpu.bench.rows import row_cases
+from models.deepseek.kernels.gpu.bench.sizes import Sizes
+
+OURS = "triton"
+AGREES = 2.0**-5  # of the largest value: bf16 results of two right kernels differ by less
+SECONDS_EACH = 0.15  # of measuring, for each implementation of a case
+Progress = Callable[[str, int, int], None]  # (case, done, of how many)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case measured. Times in seconds; limit: the least that bytes and FLOPs allow; rivals: their
+    times; differences: of their results to ours; absent: why others have no time. error: what a
+    case raised (then there are no times)."""
+
+    kernel: str
+    shape: str
+    key: dict[str, int]
+    bound: str
+    limit: float
+    bytes: int
+    flops: int
+    ours: float = 0.0
+    runs: int = 0
+    captured: bool = False
+    note: str = ""
+    rivals: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.shape}"
+
+    @property
+    def of_limit(self) -> float:
+        """1: as fast as the device allows."""
+        return self.limit / self.ours if self.ours else 0.0
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Others whose result is not ours."""
+        return tuple(n for n, off in self.differences.items() if not off <= AGREES)
+
+    @property
+    def winner(self) -> str:
+        """The fastest of ours and of those that gave the same result."""
+        times = {n: t for n, t in self.rivals.items() if n in self.differences}
+        times = {n: t for n, t in times.items() if n not in self.wrong} | {OURS: self.ours}
+        return min(times, key=lambda n: times[n])
+
+    def as_json(self) -> dict[str, object]:
+        return vars(self) | {
+            "of_limit": self.of_limit,
+            "winner": "" if self.error else self.winner,
+            "wrong": list(self.wrong),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """left: names of cases that time did not suffice for."""
+
+    rows: list[Row]
+    left: list[str]
+    seconds: float
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if row.error]
+
+
+def all_cases(s: Sizes, device: torch.device, only: str = "") -> list[Case]:
+    """Those that come first at the front; only: whose name contains it."""
+    cases = [
+        case
+        for made in (attention_cases, gemm_cases, row_cases)
+        for case in made(s, device)
+        if only in case.name
+    ]
+    return sorted(cases, key=lambda case: not case.first)
+
+
+def measure_all(
+    cases: Iterable[Case],
+    clock: Clock,
+    limits: Limits,
+    budget: float,
+    progress: Progress = lambda name, done, total: None,
+    each: float = SECONDS_EACH,
+) -> Measured:
+    """budget: seconds in all, compiling included; a case that has begun is finished."""
+    waiting = list(cases)
+    began = time.monotonic()
+    rows: list[Row] = []
+    for number, case in enumerate(waiting):
+        if time.monotonic() - began > budget:
+            left = [c.name for c in waiting[number:]]
+            return Measured(rows, left, time.monotonic() - began)
+        progress(case.name, number, len(waiting))
+        rows.append(measure(case, clock, limits, each))
+        gc.collect()  # its tensors are held by closures that know each other
+    progress("done", len(waiting), len(waiting))
+    return Measured(rows, [], time.monotonic() - began)
+
+
+@torch.inference_mode()
+def measure(case: Case, clock: Clock, limits: Limits, each: float = SECONDS_EACH) -> Row:
+    """One case; what it raises is in the row."""
+    cost = case.cost
+    row = Row(
+        case.kernel, case.shape, dict(case.key), limits.bound(cost, case.unit),
+        limits.seconds(cost, case.unit), cost.bytes, cost.flops,
+    )  # fmt: skip
+    try:
+        prepared = case.make()
+        cold = row.bound == "memory"
+        timing = clock.time(prepared.ours, cold, each)
+    except Exception as error:  # whatever a kernel raises: the others go on
+        return _with(row, error=_first_line(error))
+    rivals: dict[str, float] = {}
+    differences: dict[str, float] = {}
+    absent = dict(prepared.absent)
+    for name, call in prepared.rivals.items():
+        try:
+            rivals[name] = clock.time(call, cold, each).seconds
+            if prepared.compare is not None and not name.endswith("bf16"):
+                differences[name] = _compare(prepared, name)
+        except Exception as error:  # another's fault is no fault of ours
+            absent[name] = _first_line(error)
+            rivals.pop(name, None)
+    return _with(
+        row, ours=timing.seconds, runs=timing.runs, captured=timing.captured, note=timing.note,
+        rivals=rivals, differences=differences, absent=absent,
+    )  # fmt: skip
+
+
+def _compare(prepared: Prepared, name: str) -> float:
+    assert prepared.compare is not None
+    return prepared.compare(prepared.ours(), prepared.rivals[name]())
+
+
+def _with(row: Row, **changed: object) -> Row:
+    return Row(**(vars(row) | changed))
+
+
+def _first_line(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said}"[:160]

@@ -1,0 +1,166 @@
+"""Which implementation won at which shape: a table made by measuring, kept in a file, chosen by.
+
+`FastestMla` decodes each step with whoever won at the nearest shape that was measured, among those
+that fit; ours where the table says nothing. In deterministic mode nobody may choose by the batch:
+there the adapters refuse, and so does this.
+
+Knows rows of a measurement and the adapters' protocol. Shapes are near when the logarithms of
+their numbers are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.mla_adapters import (
+    MlaBackend,
+    MlaProblem,
+    MlaStep,
+    StepDecoder,
+    TritonMla,
+)
+
+FORMAT = "moeserve kernel winners 1"
+EXACT = ("heads", "fp8", "experts")  # what is another problem, not another size
+
+
+class WinnersUnreadable(ValueError):
+    """A file that holds no table of winners, and why."""
+
+
+@dataclass(frozen=True)
+class Winner:
+    key: Mapping[str, int]
+    name: str
+    seconds: Mapping[str, float]  # of all that were measured
+
+
+@dataclass(frozen=True)
+class Winners:
+    """device: on which it was measured. of: by kernel family."""
+
+    device: str
+    of: Mapping[str, Sequence[Winner]]
+
+    @classmethod
+    def from_rows(cls, device: str, rows: Iterable[Row]) -> Winners:
+        of: dict[str, list[Winner]] = {}
+        for row in rows:
+            if not row.error and row.differences:  # somebody else did the same
+                seconds = {
+                    n: t
+                    for n, t in row.rivals.items()
+                    if n in row.differences and n not in row.wrong
+                }
+                of.setdefault(row.kernel, []).append(
+                    Winner(row.key, row.winner, {OURS: row.ours} | seconds)
+                )
+        return cls(device, of)
+
+    def pick(self, kernel: str, among: Iterable[str], **shape: int) -> str | None:
+        """Of these (and ours) the fastest at the nearest shape that was measured; None: nothing
+        like it was."""
+        best: tuple[float, Winner] | None = None
+        for winner in self.of.get(kernel, ()):
+            far = _distance(winner.key, shape)
+            if far is not None and (best is None or far < best[0]):
+                best = far, winner
+        if best is None:
+            return None
+        seconds = best[1].seconds
+        return min((n for n in {OURS, *among} if n in seconds), key=lambda n: seconds[n])
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "device": self.device,
+            "winners": {
+                kernel: [
+                    {"key": dict(w.key), "name": w.name, "seconds": dict(w.seconds)} for w in all_
+                ]
+                for kernel, all_ in self.of.items()
+            },
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Winners:
+        """WinnersUnreadable."""
+        try:
+            held = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise WinnersUnreadable(f"{path}: {error}") from None
+        held = held.get("winners_table", held) if isinstance(held, dict) else {}
+        if held.get("format") != FORMAT:
+            raise WinnersUnreadable(
+                f"{path}: format={held.get('format')!r}: must be {FORMAT!r}, as `moeserve bench "
+                "kernels --device cuda --winners FILE` writes it"
+            )
+        of = {
+            kernel: [Winner(w["key"], w["name"], w["seconds"]) for w in all_]
+            for kernel, all_ in held["winners"].items()
+        }
+        return cls(held["device"], of)
+
+
+def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:
+    """None where they are different problems."""
+    far = 0.0
+    for name, value in shape.items():
+        if name not in key or (name in EXACT and key[name] != value):
+            return None
+        if name not in EXACT:
+            far += abs(math.log(max(1, key[name])) - math.log(max(1, value)))
+    return far
+
+
+class FastestMla:
+    """Of `backends`, per step, who won in the table: one of TritonKernels' `decode_backends`."""
+
+    name = "fastest"
+
+    def __init__(self, winners: Winners, backends: Sequence[MlaBackend]) -> None:
+        self._winners = winners
+        self._by_name: dict[str, MlaBackend] = {backend.name: backend for backend in backends}
+        self._ours = TritonMla()
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        if problem.deterministic:
+            return "the fastest is chosen by the batch: bits would depend on company"
+        if not self._winners.of.get("mla_decode"):
+            return f"nobody was measured beside ours on {self._winners.device}"
+        return self._ours.refusal(problem)
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
+        rows = step.plan.num_rows
+        context = self._context(step)
+        able = [n for n, b in self._by_name.items() if b.refusal(problem) is None]
+        name = self._winners.pick(
+            "mla_decode", able, heads=problem.heads, fp8=int(problem.fp8), rows=rows,
+            context=context,
+        )  # fmt: skip
+        chosen = self._by_name.get(name or OURS)
+        if chosen is None:
+            return self._ours.step(problem, step)
+        try:
+            return chosen.step(problem, step)
+        except ShapeRefused:  # this step only: the table knows shapes, not what a host knows
+            return self._ours.step(problem, step)
+
+    @staticmethod
+    def _context(step: MlaStep) -> int:
+        """The longest, or where the host does not know it, what the plan was made for at most."""
+        if step.lengths:
+            return max(step.lengths)
+        cuts, parts = step.plan.partitions, step.plan.max_parts
+        near = cuts.near_end // cuts.near_size
+        return min(parts, near) * cuts.near_size + max(0, parts - near) * cuts.far_size
