@@ -25,27 +25,27 @@ KEEP_ONE = 0.95  # the same of one sequence: its text changes
 
 
 class Rates:
-    """Of one sequence or of all. tried, right [K]: weights of trials and of accepted ones."""
+    """Of one sequence or of all. tried, right [K]: weights of trials and of accepted ones, in plain
+    floats: they change each step."""
 
     __slots__ = ("keep", "right", "tried")
 
     def __init__(self, max_depth: int, keep: float) -> None:
         self.keep = keep
-        self.tried: Doubles = np.zeros(max_depth)
-        self.right: Doubles = np.zeros(max_depth)
+        self.tried = [0.0] * max_depth
+        self.right = [0.0] * max_depth
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """A chain of which so many were accepted: the next one was refused, those behind it were
         not tried."""
-        looked = min(num_accepted + 1, num_drafted, len(self.tried))
-        self.tried[:looked] *= self.keep
-        self.right[:looked] *= self.keep
-        self.tried[:looked] += 1
-        self.right[: min(num_accepted, looked)] += 1
+        tried, right, keep = self.tried, self.right, self.keep
+        for i in range(min(num_accepted + 1, num_drafted, len(tried))):
+            tried[i] = tried[i] * keep + 1
+            right[i] = right[i] * keep + (i < num_accepted)
 
     def estimate(self, prior: Doubles, weight: float) -> Doubles:
         """[K] rates, with `prior` [K] counting for `weight` trials."""
-        rates: Doubles = (self.right + weight * prior) / (self.tried + weight)
+        rates: Doubles = (np.array(self.right) + weight * prior) / (np.array(self.tried) + weight)
         return rates
 
 
@@ -99,7 +99,7 @@ class Acceptance:
     def _average(self) -> Doubles:
         # What is known of a position's neighbour is the best guess where nothing was tried.
         weight, rate, prior = PRIOR / 2, self._start, []
-        for right, tried in zip(self._all.right.tolist(), self._all.tried.tolist(), strict=True):
+        for right, tried in zip(self._all.right, self._all.tried, strict=True):
             rate = (right + weight * rate) / (tried + weight)
             prior.append(rate)
         return np.array(prior)

@@ -56,8 +56,12 @@ class RoundRows:
         context: list[int] = []
         for first, count, blocks in zip(self.firsts, counts, self.blocks, strict=True):
             end = first + count
-            positions += range(first, end)
-            slots += [blocks[p // size] * size + p % size for p in range(first, end)]
+            if count == 1:
+                positions.append(first)
+                slots.append(blocks[first // size] * size + first % size)
+            else:
+                positions += range(first, end)
+                slots += [blocks[p // size] * size + p % size for p in range(first, end)]
             starts.append(starts[-1] + count)
             context.append(end)
         longest = max(context, default=0)
