@@ -167,18 +167,12 @@ def speculate(
             metavar="K,...", help="Depths of drafters that name none, such as 1,2,4 or 2,auto"
         ),
     ] = None,
-    batch: Annotated[
-        str, typer.Option(metavar="N,...", help="Sequences at once, over all ranks")
-    ] = "1",
+    batch: Annotated[str, typer.Option(metavar="N,...", help="Sequences, over all ranks")] = "1",
     prompt_length: Annotated[str, typer.Option(metavar="N", help="Tokens a prompt")] = "48",
     output_length: Annotated[str, typer.Option(metavar="N", help="Tokens an answer")] = "64",
-    temperature: Annotated[str, typer.Option(metavar="X", help="Of sampling; 0 is greedy")] = "0",
-    repeat: Annotated[
-        str, typer.Option(metavar="N", help="Pairs of runs a row; the median counts")
-    ] = "9",
-    warmup: Annotated[
-        str, typer.Option(metavar="N", help="Pairs before them, that do not count")
-    ] = "1",
+    temperature: Annotated[str, typer.Option(metavar="X", help="Of sampling; 0: greedy")] = "0",
+    repeat: Annotated[str, typer.Option(metavar="N", help="Pairs a row; the median counts")] = "9",
+    warmup: Annotated[str, typer.Option(metavar="N", help="Pairs before, not counted")] = "1",
     prompts: Annotated[
         Path | None,
         typer.Option(
