@@ -213,15 +213,15 @@ def _step(step: Step, phase: str) -> Group:
 
 def _kernels(step: KernelStep, phase: str) -> Group:
     rows = table(padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("kernel", "part", "launches", "GB", "TFLOP", "ms", "bound by"):
-        left = name in ("kernel", "part", "bound by")
+    for name in ("kernel", "part", "launches", "GB", "TFLOP", "ms", "bound"):
+        left = name in ("kernel", "part", "bound")
         rows.add_column(name, justify="left" if left else "right", no_wrap=True)
     for k in step.kernels:
-        numbers = (f"{k.bytes / _GB:,.2f}", f"{k.flops / 1e12:,.2f}" if k.flops else "")
+        numbers = (f"{k.bytes / _GB:,.1f}", f"{k.flops / 1e12:,.1f}" if k.flops else "")
         told = (f"{k.launches:,}", *numbers, f"{1e3 * k.seconds:,.2f}")
         rows.add_row(k.kernel, k.part, *told, k.bound)
     rows.add_section()
-    for name, seconds in (("all-to-alls, not hidden", step.exposed), ("MTP drafts", step.drafts)):
+    for name, seconds in (("all-to-alls seen", step.exposed), ("MTP drafts", step.drafts)):
         if seconds:
             rows.add_row(name, "", "", "", "", f"{1e3 * seconds:,.2f}", "")
     rows.add_row("step", "", f"{step.launches:,}", "", "", f"{1e3 * step.seconds:,.2f}", "")
