@@ -20,6 +20,8 @@ from ep.load import LoadWindow
 from models.deepseek.load import load_model
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
+from moeserve.device.ahead import AheadEngine, AheadScheduler
+from moeserve.device.api import CudaApi
 from moeserve.device.ledger import MemoryLedger
 from moeserve.device.opening import (
     KV_SHARE,
@@ -124,11 +126,12 @@ def build_engine(
         eos_ids=frozenset(start.model.eos_token_ids),
         seed=config.engine.seed,
     )
-    scheduler = Scheduler(cache, limits)
+    ahead = _goes_ahead(config, dispatcher, start.notes)
+    scheduler = AheadScheduler(cache, limits) if ahead else Scheduler(cache, limits)
     speculator: Speculator | None = None
     if start.speculate is not None:
         speculator = open_speculator(start.speculate, runner, scheduler, group.rank)
-    engine = Engine(
+    engine = (AheadEngine if ahead else Engine)(
         runner,
         scheduler,
         group,
@@ -138,6 +141,8 @@ def build_engine(
         info=_info(config, group, start, plan, model, overlap),
         speculator=speculator,
     )
+    if isinstance(engine, AheadEngine) and not start.device.on_cpu:
+        engine.api = CudaApi(start.device.device)
     if group.size > 1:
         planner = our_planner(group, start.model.n_group, start.model.n_routed_experts)
         engine.rebalancer = open_rebalancer(
@@ -194,6 +199,19 @@ class _Opening:
             lines.append(f"  buffers{shared}: {held_and_passing(buffers.held, buffers.passing)}")
         start.notes.append("\n".join(lines))
         return dispatcher
+
+
+def _goes_ahead(config: ServeConfig, dispatcher: Dispatcher, notes: list[str]) -> bool:
+    """Whether steps are planned ahead; the same on every rank."""
+    if config.engine.ahead and dispatcher.active_mask() is not None:
+        notes.append(
+            f"ahead: off; dispatcher {dispatcher.name!r} is asked after each step who answered, "
+            "which waits for it"
+        )
+        return False
+    if config.engine.ahead:
+        notes.append("ahead: each step is planned while the one before it runs (asked for)")
+    return config.engine.ahead
 
 
 def _memory_plan(

@@ -136,6 +136,7 @@ class EngineSection(Section):
     threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where each rank here can have one
     graphs: Literal["auto", "off"] = "auto"  # captured decode steps on GPUs, where they can be
+    ahead: bool = False  # plan a step while the one before it runs; not beside speculation
     graph_memory: Size | None = Field(None, ge=1)  # bytes that all of them may take; None: 2 GiB
     quiet: bool = False  # say nothing of how the engine is put together
 

@@ -26,6 +26,7 @@ from models.deepseek.random_families import family_config
 from moeserve import startup
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
+from moeserve.device.ahead import AheadEngine
 from moeserve.device.api import ReplayedApi
 from moeserve.device.opening import open_graphs, warm_up_prefill
 from moeserve.device.staging import Staging
@@ -153,6 +154,26 @@ def test_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> No
         for waits in steps(engine, fake):
             assert len(waits) <= 1 + 2, waits  # the step's tokens, and those of each round
         assert engine.scheduler.counters.drafted_tokens > 0
+        assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
+        covered(fake.launches)
+
+
+def test_planned_ahead_nothing_is_asked_and_one_event_waited_for(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_on_cuda(
+        folders["bf16"], monkeypatch, engine={"quiet": True, "ahead": True}
+    ) as (engine, fake):  # fmt: skip
+        assert isinstance(engine, AheadEngine)
+        engine.api = api = ReplayedApi(CUDA)
+        ask(engine, 0, 30, **GREEDY)
+        ask(engine, 1, 3, temperature=0.7, top_p=0.9, seed=3)
+        waits = []
+        for of_step in steps(engine, fake):
+            assert of_step == []
+            waits.append(api.calls.count("wait"))
+            api.calls.clear()
+        assert max(waits) == 1 and waits[0] == 0
         assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
         covered(fake.launches)
 

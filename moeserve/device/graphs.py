@@ -236,6 +236,8 @@ class StepGraphs:
         n = host.num_tokens
         assert n <= size and host.ancestors is None
         held.inputs.fill(host, there)
+        if bool((host.token_ids < 0).any()):  # known on the device only (ahead.py)
+            held.inputs.device["token_ids"][:n].copy_(there.token_ids)
         start = time.perf_counter()
         held.graph.replay()
         self.num_replays += 1
