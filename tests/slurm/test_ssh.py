@@ -73,12 +73,12 @@ class Terminal:
             [
                 *(sys.executable, "-m", "moeserve", "launch", "hosts", "127.0.0.1,localhost"),
                 *("--ssh", ssh, "--output", str(self.folder), "--", "serve", *words),
+                *("--interface", "lo"),  # both hosts are this machine
             ],
             env=os.environ
             | {
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",  # both hosts are this machine
                 "XDG_STATE_HOME": str(tmp / "home"),
             },
             cwd=ROOT,

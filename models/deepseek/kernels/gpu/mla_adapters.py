@@ -93,7 +93,7 @@ class MlaChoice:
 
 def choose_mla(problem: MlaProblem, backends: Sequence[MlaBackend]) -> MlaChoice:
     """The first that does not refuse. ShapeRefused with all reasons when every one does."""
-    refused = []
+    refused: list[str] = []
     for backend in backends:
         why = backend.refusal(problem)
         if why is None:
