@@ -1,91 +1,289 @@
-"""`make gpu-check`: what can be checked on a GPU today, run and shown as one table.
+"""`make gpu-check`: the kernels checked on a GPU, then timed, then the whole engine, as tables.
 
-Honest by construction: the checks are the tests that carry the marker `gpu`, and where none ran
-the exit code is not 0. Exit codes: 0 all that ran passed, 1 a check failed, 2 nothing was checked
-(no GPU, or no check). Without a GPU it says so at once and names the files that would be run.
+    python scripts/gpu_check.py [--json FILE] [--only checks,kernels,engine] [--walk]
+
+Under eight minutes on one H200, from the root of the repository, nothing installed, nothing
+downloaded, no checkpoint. Three parts, each in processes of its own, so that a kernel that breaks
+the device's context breaks no other part:
+
+    checks   the tests that carry the marker `gpu`, several files at a time
+    kernels  times by events at DeepSeek-V3's shapes beside limits measured here, torch, and
+             DeepGEMM, FlashMLA, FlashInfer where they are installed (launch/bench/kernels_gpu.py)
+    engine   a model of DeepSeek-V3's dimensions with few layers and random FP8 weights made on the
+             device, EP 1: tokens/s, a step by kernel, idle share, predicted beside measured
+             (launch/bench/engine_gpu.py)
+
+Honest by construction: exit code 0 checks ran and all that ran passed, and what was asked for was
+measured; 1 a check failed, a kernel or the engine raised, or time ran out; 2 nothing was checked
+(no GPU, something missing, or no check among what was asked for). A time is never a failure.
+
+What must be there: torch for CUDA (2.11 or later) with its triton (3.6 or later), Python 3.11 or
+later, and the packages of CARRIED. On a machine without a network bring them along in a folder
+`carried` in the root, made elsewhere with the same Python (3.12, say) by
+
+    pip install --target carried --python-version 3.12 --only-binary=:all: --no-deps \\
+        --platform manylinux2014_x86_64 <the packages that --list names>
+
+What the machine has itself comes first. What is missing is said in one line at the start.
+--walk: every part with tiny shapes on CPUs, kernels in triton's interpreter: it measures nothing
+and checks nothing (exit code 2), and shows that the script itself runs.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HOME = Path(__file__).resolve().parent.parent
-LIMIT_SECONDS = 480
+LIMIT_SECONDS = 470
 PASSED, FAILED, NOTHING_CHECKED = 0, 1, 2
 MARKER = "mark.gpu"
 NO_TESTS = 5  # pytest's exit code
+PARTS = ("checks", "kernels", "engine")
+# Most seconds of a part. What begins after so many of them is left out: it ends by itself.
+SECONDS = {"checks": 190.0, "kernels": 140.0, "engine": 140.0}
+MEASURING = 0.7
+FILES_AT_ONCE = 4
+FORMAT = "moeserve gpu-check 1"
+CARRY = "carried"  # folder in the root
+# Module: the packages that bring it. Without the first ones nothing runs, without the others the
+# checks that want them fail.
+NEEDED = {
+    "numpy": "numpy",
+    "msgspec": "msgspec",
+    "psutil": "psutil",
+    "zmq": "pyzmq",
+    "rich": "rich markdown-it-py mdurl pygments",
+    "pytest": "pytest pluggy iniconfig packaging",
+}
+WANTED = {
+    "pytest_timeout": "pytest-timeout",
+    "pydantic": "pydantic pydantic-core annotated-types typing-inspection typing-extensions",
+    "typer": "typer click shellingham",
+    "safetensors": "safetensors",
+    "scipy": "scipy",
+}
+CARRIED = NEEDED | WANTED
 
 
-def main() -> int:
+@dataclass
+class Part:
+    """result: passed, failed, measured, not run. lines: for the table. held: for the JSON file."""
+
+    name: str
+    result: str = "not run"
+    seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    held: Any = None
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    asked = parse(arguments)
+    add_carried()
+    if asked.list:
+        print(" ".join(CARRIED.values()))
+        return NOTHING_CHECKED
+    if asked.part:
+        return run_part(asked)
     files = files_with_checks(HOME / "tests")
+    if asked.walk:
+        return run_all(asked, "no GPU: a walk", files)
     device = describe_device()
     if device is None:
         print(f"no GPU found: nothing was checked ({why_no_device()})", file=sys.stderr)
         print(f"on a GPU this runs {describe(files)}", file=sys.stderr)
         return NOTHING_CHECKED
-    if not files:
+    missing = [name for name in CARRIED if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join(CARRIED[name] for name in missing)
+        print(f"missing: {', '.join(missing)}; bring along {packages}", file=sys.stderr)
+        if not NEEDED.keys().isdisjoint(missing):
+            print(f"{device}: nothing was checked", file=sys.stderr)
+            return NOTHING_CHECKED
+    if not files and "checks" in asked.only:
         print(f"{device}: nothing was checked: {describe(files)}", file=sys.stderr)
         return NOTHING_CHECKED
-    return run(device, files)
+    return run_all(asked, device, files)
 
 
-def run(device: str, files: list[Path]) -> int:
-    """Run the checks in these files; the table on stdout."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="All figures as one JSON file")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="Of the parts")
+    parser.add_argument("--walk", action="store_true", help="Tiny shapes on CPUs")
+    parser.add_argument("--list", action="store_true", help="Packages that must be there")
+    parser.add_argument("--part", choices=PARTS[1:], help=argparse.SUPPRESS)  # in a child
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limits", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
+    asked = parser.parse_args(list(arguments))
+    asked.only = [name.strip() for name in asked.only.split(",")]
+    unknown = [name for name in asked.only if name not in PARTS]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
+    return asked
+
+
+def run_all(asked: argparse.Namespace, device: str, files: list[Path]) -> int:
+    """The parts in order, a table at the end, the JSON file; -> the exit code."""
+    began = time.monotonic()
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PARTS:
+            left = LIMIT_SECONDS - (time.monotonic() - began)
+            if name not in asked.only or (name == "checks" and asked.walk):
+                part = Part(name, lines=["not asked for" if name not in asked.only else "a walk"])
+            elif left < 10:
+                part = Part(name, "failed", lines=[f"no time left of {LIMIT_SECONDS} s"])
+            elif name == "checks":
+                part = run_checks(device, files, Path(folder), min(SECONDS[name], left))
+            else:
+                part = measure(name, Path(folder), min(SECONDS[name], left), asked.walk)
+            parts.append(part)
+    seconds = time.monotonic() - began
+    code = exit_code(parts)
+    show_parts(device, parts, seconds)
+    if asked.json is not None:
+        held = {
+            "format": FORMAT,
+            "device": device,
+            "exit_code": code,
+            "seconds": seconds,
+            "software": software(),
+            "parts": [{"name": p.name, "result": p.result, "seconds": p.seconds} for p in parts],
+            **{p.name: p.held for p in parts},
+        }
+        asked.json.write_text(json.dumps(held, indent=1, default=str) + "\n")
+        print(f"written: {asked.json}")
+    return code
+
+
+def exit_code(parts: Sequence[Part]) -> int:
+    if any(part.result == "failed" for part in parts):
+        return FAILED
+    checked = any(part.name == "checks" and part.result == "passed" for part in parts)
+    return PASSED if checked else NOTHING_CHECKED
+
+
+def show_parts(device: str, parts: Sequence[Part], seconds: float) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"gpu-check on {device}: {seconds:.0f} s", title_justify="left")
+    for column in ("part", "result", "seconds", ""):
+        table.add_column(column)
+    for part in parts:
+        table.add_row(part.name, part.result, f"{part.seconds:.0f}", escape("\n".join(part.lines)))
+    Console().print(table)
+
+
+def software() -> dict[str, str]:
+    import torch
+
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        found["triton"] = triton.__version__
+    return found
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def run_checks(device: str, files: list[Path], folder: Path, limit: float) -> Part:
+    """The tests with the marker, a process for each file; the table on stdout."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
-        command += map(str, files)
-        try:
-            done = subprocess.run(
-                command, cwd=HOME, capture_output=True, text=True, timeout=LIMIT_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            console.print(f"[red]gpu-check took longer than {LIMIT_SECONDS} s")
-            return FAILED
-        seconds = time.monotonic() - began
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    table = Table(title=f"gpu-check on {device}, {seconds:.0f} s")
+    began = time.monotonic()
+    at_once = max(1, min(FILES_AT_ONCE, (os.cpu_count() or 1) // 2, len(files)))
+    with ThreadPoolExecutor(at_once) as pool:
+        done = list(pool.map(lambda path: _pytest(path, folder, began + limit), files))
+    seconds = time.monotonic() - began
+    table = Table(title=f"checks on {device}, {seconds:.0f} s", title_justify="left")
     for column in ("part", "check", "result", "seconds", "why"):
         table.add_column(column)
-    failed = ran = 0
-    parts: dict[str, Counter[str]] = {}
-    for case in sorted(cases, key=part_of):  # stable: within a part as they ran
-        part = part_of(case)
+    totals: Counter[str] = Counter()
+    by_part: dict[str, Counter[str]] = {}
+    held = []
+    for case in sorted((case for run in done for case in run.cases), key=part_of):
         kinds = {child.tag: child.get("message", "") for child in case}
         bad = "failure" in kinds or "error" in kinds
-        skipped = "skipped" in kinds
-        failed += bad
-        ran += not skipped
-        result = "[red]failed" if bad else "[yellow]not run" if skipped else "[green]passed"
-        why = next(iter(kinds.values()), "").splitlines()[:1]
+        result = "failed" if bad else "not run" if "skipped" in kinds else "passed"
+        why = "".join(next(iter(kinds.values()), "").splitlines()[:1])
         # A test's parameters stand in brackets, which are no markup.
-        texts = [escape(text) for text in (case.get("name", ""), "".join(why))]
-        table.add_row(part, texts[0], result, case.get("time", ""), texts[1])
-        parts.setdefault(part, Counter())[
-            "failed" if bad else "not run" if skipped else "passed"
-        ] += 1
-    if cases:
+        texts = [escape(text) for text in (case.get("name", ""), why)]
+        colour = {"failed": "red", "passed": "green"}.get(result, "yellow")
+        part = part_of(case)
+        table.add_row(part, texts[0], f"[{colour}]{result}", case.get("time", ""), texts[1])
+        by_part.setdefault(part, Counter())[result] += 1
+        totals[result] += 1
+        held.append({"part": part, "check": case.get("name", ""), "result": result, "why": why})
+    if totals:
         console.print(table)
-    for part, counts in parts.items():
-        told = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "not run"))
-        console.print(f"{part}: {told}")
-    console.print(f"{len(cases)} checks; {ran} ran, {failed} failed, {len(cases) - ran} not run.")
-    if failed or done.returncode not in (0, NO_TESTS):
-        console.print(done.stdout[-4000:] + done.stderr[-2000:], markup=False)
-        return FAILED
-    return PASSED if ran else NOTHING_CHECKED
+    lines = [f"{name}: {told(counts)}" for name, counts in by_part.items()]
+    ran = totals["passed"] + totals["failed"]
+    lines.append(
+        f"{totals.total()} checks; {ran} ran, {totals['failed']} failed, "
+        f"{totals['not run']} not run."
+    )
+    broken = [run for run in done if run.code not in (0, NO_TESTS)]
+    for run in broken:
+        if run.code is None:
+            lines.append(f"{run.name}: not done after {limit:.0f} s")
+        console.print(run.said, markup=False)
+    result = "failed" if totals["failed"] or broken else "passed" if ran else "not run"
+    return Part("checks", result, seconds, lines, held)
+
+
+@dataclass
+class _Run:
+    """code None: it took too long."""
+
+    name: str
+    code: int | None
+    cases: list[ElementTree.Element]
+    said: str
+
+
+def _pytest(path: Path, folder: Path, deadline: float) -> _Run:
+    report = folder / f"{path.stem}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", str(path)]
+    code: int | None = None
+    said = ""
+    try:
+        done = subprocess.run(
+            command, cwd=HOME, capture_output=True, text=True, env=environment(),
+            timeout=max(1.0, deadline - time.monotonic()),
+        )  # fmt: skip
+        code, said = done.returncode, done.stdout[-4000:] + done.stderr[-2000:]
+    except subprocess.TimeoutExpired as error:
+        out = error.stdout or b""
+        said = (out.decode(errors="replace") if isinstance(out, bytes) else out)[-2000:]
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    return _Run(path.name, code, cases, said)
+
+
+def told(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "not run"))
 
 
 def part_of(case: ElementTree.Element) -> str:
@@ -105,6 +303,139 @@ def describe(files: list[Path]) -> str:
     return "the checks in " + ", ".join(str(p.relative_to(HOME)) for p in files)
 
 
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def measure(name: str, folder: Path, limit: float, walk: bool) -> Part:
+    """A part in a process of its own: it shows its tables and leaves a file."""
+    out, limits = folder / f"{name}.json", folder / "kernels.json"
+    command = [sys.executable, str(HOME / "scripts" / "gpu_check.py"), "--part", name]
+    command += ["--out", str(out), "--budget", str(1.0 if walk else MEASURING * limit)]
+    command += ["--limits", str(limits)] if limits.exists() else []
+    env = environment()
+    if walk:
+        command.append("--walk")
+        env["TRITON_INTERPRET"] = "1"
+    began = time.monotonic()
+    sys.stdout.flush()
+    try:
+        code = subprocess.run(command, cwd=HOME, env=env, timeout=limit).returncode
+    except subprocess.TimeoutExpired:
+        return Part(name, "failed", limit, [f"not done after {limit:.0f} s"])
+    seconds = time.monotonic() - began
+    if not out.exists():
+        return Part(name, "failed", seconds, [f"ended with exit code {code}, see above"])
+    held = json.loads(out.read_text())
+    result = "failed" if code else "walked" if walk else "measured"
+    return Part(name, result, seconds, held.pop("lines"), held)
+
+
+def run_part(asked: argparse.Namespace) -> int:
+    """In a child: measure, show, write. Exit code 1 where something raised."""
+    import torch
+
+    device = torch.device("cpu" if asked.walk else "cuda")
+    run = run_kernels if asked.part == "kernels" else run_engine
+    lines, held, failed = run(device, asked)
+    asked.out.write_text(json.dumps({"lines": lines, **held}, default=str))
+    return FAILED if failed else PASSED
+
+
+def run_kernels(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
+    from launch.bench.kernels_gpu import measure_kernels, show, summary
+    from launch.bench.steps import StepProgress
+    from models.deepseek.kernels.gpu.bench.clock import make_clock
+    from models.deepseek.kernels.gpu.bench.limits import measure_limits
+    from models.deepseek.kernels.gpu.bench.sizes import TINY, V3
+
+    clock = make_clock(device)
+    sizes = {"copy_bytes": 1 << 20, "side": 64} if asked.walk else {}
+    limits = measure_limits(clock, device, **sizes)
+    progress = StepProgress(True, unit=" shapes")
+    try:
+        report = measure_kernels(
+            device, TINY if asked.walk else V3, asked.budget, clock=clock, limits=limits,
+            progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    show(report)
+    return summary(report), report.as_json(), bool(report.measured.failed)
+
+
+def run_engine(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
+    from launch.bench.engine_gpu import EngineSizes, cut_config, measure_engine, tiny_config
+    from launch.bench.engine_gpu_show import lines, show_engine
+    from launch.bench.kernels_gpu import device_name
+    from launch.bench.steps import StepProgress
+    from models.deepseek.kernels.gpu.bench.clock import make_clock
+    from models.deepseek.kernels.gpu.bench.limits import Limits, measure_limits
+    from models.deepseek.kernels.select import create_kernels
+
+    if asked.limits is not None:
+        limits = Limits(**json.loads(asked.limits.read_text())["limits"])
+    elif asked.walk:
+        limits = Limits(1e10, 1e10, 1e10, "none", 1e-6)
+    else:
+        limits = measure_limits(make_clock(device), device)
+    if asked.walk:
+        from moeserve.device.api import ReplayedApi
+
+        config, sizes, graphs = tiny_config(), EngineSizes.tiny(), ReplayedApi
+        kernels = create_kernels("torch").kernels
+    else:
+        config, sizes, graphs = cut_config(layers_that_fit(device)), EngineSizes(), None
+        kernels = create_kernels("triton", device).kernels
+    progress = StepProgress(True, stages=True)
+    try:
+        report = measure_engine(
+            config, kernels, device, limits, sizes, 60.0 if asked.walk else asked.budget,
+            graphs=graphs, progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    show_engine(report, device_name(device), config.num_hidden_layers)
+    held = {
+        "rows": [row.as_json() for row in report.rows],
+        "layers": config.num_hidden_layers,
+        "notes": report.notes,
+        "not_measured": report.left,
+    }
+    return lines(report), held, bool(report.failed)
+
+
+def layers_that_fit(device: Any, layer: int = 12 << 30, beside: int = 20 << 30) -> int:
+    """One dense layer and up to four with experts, by the memory that is free; one at least."""
+    import torch
+
+    free = torch.cuda.mem_get_info(device)[0]
+    return 1 + max(1, min(4, (free - beside) // layer))
+
+
+# -- where it runs -------------------------------------------------------------------------------
+
+
+def add_carried() -> None:
+    """The repository first, what was brought along last."""
+    if str(HOME) not in sys.path:
+        sys.path.insert(0, str(HOME))
+    carried = HOME / CARRY
+    if carried.is_dir() and str(carried) not in sys.path:
+        sys.path.append(str(carried))
+
+
+def environment() -> dict[str, str]:
+    """Of children: they find what this process finds. (What PYTHONPATH names comes before a
+    machine's own packages: it is extended only where something was brought along.)"""
+    env = dict(os.environ)
+    paths = [str(HOME)]
+    if (HOME / CARRY).is_dir():
+        paths.append(str(HOME / CARRY))
+    paths += [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    return env
+
+
 def describe_device() -> str | None:
     import torch
 
@@ -120,4 +451,4 @@ def why_no_device() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +15,7 @@ MARKED = (
     "import pytest\n\n\n@pytest.{}\n@pytest.mark.parametrize('device', ['cuda'])\n"
     "def test_x(device):\n    assert {}\n"
 )
+ONLY_CHECKS = ["--only", "checks"]
 
 
 @pytest.fixture
@@ -21,44 +24,123 @@ def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)  # its dataclasses look there
+    monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: wants a GPU\n")
     monkeypatch.setattr(module, "HOME", tmp_path)
+    monkeypatch.setattr(module, "describe_device", lambda: "some GPU")
     return module
 
 
-def add_check(check: ModuleType, outcome: str) -> None:
-    (check.HOME / "tests" / "test_a.py").write_text(MARKED.format(check.MARKER, outcome))
-    (check.HOME / "tests" / "test_b.py").write_text("def test_y():\n    assert False\n")
+def add_check(check: ModuleType, outcome: str, name: str = "a") -> None:
+    (check.HOME / "tests" / f"test_{name}.py").write_text(MARKED.format(check.MARKER, outcome))
+    (check.HOME / "tests" / "test_plain.py").write_text("def test_y():\n    assert False\n")
 
 
 def test_without_a_gpu_one_line_says_so(check, monkeypatch, capsys):
     add_check(check, "True")
     monkeypatch.setattr(check, "describe_device", lambda: None)
-    monkeypatch.setattr(check, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(check, "run_all", lambda *_: pytest.fail("ran"))
     assert check.main() == check.NOTHING_CHECKED == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("no GPU found: nothing was checked (torch ")
     assert err.splitlines()[1] == "on a GPU this runs the checks in tests/test_a.py"
 
 
-def test_a_gpu_but_no_check(check, monkeypatch, capsys):
-    monkeypatch.setattr(check, "describe_device", lambda: "some GPU")
+def test_a_gpu_but_no_check(check, capsys):
     assert check.main() == check.NOTHING_CHECKED
     assert "no test carries the marker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("outcome, code, said", [("True", 0, "passed"), ("0", 1, "failed")])
-def test_checks_are_run_and_shown(check, monkeypatch, capsys, outcome, code, said):
+def test_checks_are_run_and_shown(check, capsys, tmp_path, outcome, code, said):
     add_check(check, outcome)
-    monkeypatch.setattr(check, "describe_device", lambda: "some GPU")
-    assert check.main() == code
+    add_check(check, "True", "b")
+    file = tmp_path / "out.json"
+    assert check.main([*ONLY_CHECKS, "--json", str(file)]) == code
     out = capsys.readouterr().out
     assert "test_x[cuda]" in out and said in out and "test_y" not in out
     failed = 1 - int(outcome == "True")
     assert f"a: {1 - failed} passed, {failed} failed, 0 not run" in out
-    assert f"1 checks; 1 ran, {failed} failed, 0 not run." in out
+    assert f"2 checks; 2 ran, {failed} failed, 0 not run." in out
+    held = json.loads(file.read_text())
+    assert held["exit_code"] == code and held["kernels"] is None
+    assert [c["result"] for c in held["checks"]] == ["failed" if failed else "passed", "passed"]
+
+
+def test_a_check_that_hangs_is_a_failure(check, monkeypatch, capsys):
+    (check.HOME / "tests" / "test_a.py").write_text(
+        f"import pytest, threading\n\n\n@pytest.{check.MARKER}\ndef test_x():\n"
+        "    threading.Event().wait()\n"
+    )
+    monkeypatch.setitem(check.SECONDS, "checks", 3.0)
+    assert check.main(ONLY_CHECKS) == check.FAILED
+    assert "test_a.py: not done after 3 s" in capsys.readouterr().out
+
+
+def test_checks_that_all_skip_check_nothing(check, capsys):
+    (check.HOME / "tests" / "test_a.py").write_text(
+        f"import pytest\n\n\n@pytest.{check.MARKER}\ndef test_x():\n    pytest.skip('no chip')\n"
+    )
+    assert check.main(ONLY_CHECKS) == check.NOTHING_CHECKED
+    assert "1 checks; 0 ran, 0 failed, 1 not run." in capsys.readouterr().out
+
+
+def test_what_is_missing_is_one_line(check, monkeypatch, capsys):
+    add_check(check, "True")
+    monkeypatch.setattr(check, "NEEDED", {"no_such_module": "no-such-package other"})
+    monkeypatch.setattr(check, "CARRIED", check.NEEDED)
+    assert check.main() == check.NOTHING_CHECKED
+    err = capsys.readouterr().err
+    assert err.startswith("missing: no_such_module; bring along no-such-package other\n")
+
+
+def test_what_was_carried_along_is_found_behind_all_else(check):
+    (check.HOME / check.CARRY).mkdir()
+    check.add_carried()
+    assert sys.path[-1] == str(check.HOME / check.CARRY)
+    assert check.environment()["PYTHONPATH"].split(":")[:2] == [
+        str(check.HOME),
+        str(check.HOME / check.CARRY),
+    ]
+
+
+def test_a_part_that_dies_or_takes_too_long_is_a_failure(check, tmp_path):
+    (check.HOME / "scripts").mkdir()
+    script = check.HOME / "scripts" / "gpu_check.py"
+    script.write_text("raise SystemExit(3)\n")
+    part = check.measure("kernels", tmp_path, 30.0, False)
+    assert (part.result, part.lines) == ("failed", ["ended with exit code 3, see above"])
+    script.write_text("import threading\nthreading.Event().wait()\n")
+    part = check.measure("engine", tmp_path, 1.0, False)
+    assert (part.result, part.lines) == ("failed", ["not done after 1 s"])
+    assert check.exit_code([check.Part("checks", "passed"), part]) == check.FAILED
+
+
+def test_the_exit_code_is_that_of_checks(check):
+    measured = check.Part("kernels", "measured")
+    assert check.exit_code([check.Part("checks", "passed"), measured]) == 0
+    assert check.exit_code([check.Part("checks"), measured]) == 2
+
+
+def test_a_walk_goes_through_kernels_and_engine(check, monkeypatch, tmp_path, capfd):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(check, "HOME", SCRIPT.parents[1])
+    file = tmp_path / "out.json"
+    assert check.main(["--walk", "--json", str(file)]) == check.NOTHING_CHECKED
+    held = json.loads(file.read_text())
+    assert [p["result"] for p in held["parts"]] == ["not run", "walked", "walked"]
+    assert held["kernels"]["kernels"][0]["ours"] > 0
+    assert held["kernels"]["not_measured"], "the budget of a walk ends it"
+    rows = held["engine"]["rows"]
+    assert {(r["mode"], r["what"]) for r in rows} == {
+        (mode, what) for mode in ("fast", "deterministic") for what in ("decode", "prefill")
+    }
+    assert all(r["tokens_per_second"] > 0 and not r["error"] for r in rows)
+    out = capfd.readouterr().out
+    assert "kernels on CPU" in out and "engine on CPU" in out
 
 
 def test_the_parts_of_what_is_checked_today():

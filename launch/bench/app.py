@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from launch.bench.serve_flags import WHEN, Ask, with_ask
+from launch.choices import not_one_of
 from launch.commands import Command, Group
 from launch.settings import OFFLINE, Given, with_settings
 from moeserve.errors import ConfigError
@@ -382,18 +383,43 @@ def kernels(
     renew: Annotated[
         bool, typer.Option("--renew", help="With --compile-only: what comes out is the record now")
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="cpu, or cuda: the GPU kernels at DeepSeek-V3's shapes, beside "
+            "libraries that are installed",
+        ),
+    ] = "cpu",
+    budget: Annotated[
+        float, typer.Option(min=1, help="With --device cuda: seconds in all")
+    ] = 300.0,
+    winners: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --device cuda: who was fastest at which shape, to choose by"
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The last line is one JSON object")
     ] = False,
 ) -> None:
     """Time each kernel of a layer beside the best that plain torch has, in turn, and beside what
     this machine can do: its fastest product, its fastest read."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError([not_one_of("--device", device, ("cpu", "cuda"))])
     if compile_only:
         from launch.bench.kernels_compiled import KernelCompilation
 
         raise typer.Exit(KernelCompilation(only, renew).run(as_json))
     if renew:
         raise ConfigError(["--renew: only with --compile-only"])
+    if device == "cuda":
+        from launch.bench.kernels_gpu import GpuKernelBench
+
+        raise typer.Exit(GpuKernelBench(only, budget, winners).run(as_json))
+    if winners is not None:
+        raise ConfigError(["--winners: only with --device cuda"])
     from launch.bench.kernels import KernelBench
 
     KernelBench(only, kernels, seconds, threads).run(as_json)

@@ -65,6 +65,11 @@ class EngineSizes:
     graph_memory: int = 4 << 30
     graph_seconds: float = 40.0
 
+    @classmethod
+    def tiny(cls) -> EngineSizes:
+        """For a walk on CPUs."""
+        return cls(((1, 8), (3, 10)), ((2, 12),), token_budget=24, block=16, steps=3, traced=2)
+
     def outputs(self, count: int, length: int) -> int:
         """Tokens that each of `count` sequences gets: those whose prompts come first decode while
         the others' are computed."""
@@ -133,6 +138,13 @@ def cut_config(layers: int = 5, dense: int = 1) -> DeepSeekConfig:
 
     whole = load_shape("deepseek-v3").config
     return replace(whole, num_hidden_layers=layers, first_k_dense_replace=dense, num_mtp_layers=0)
+
+
+def tiny_config() -> DeepSeekConfig:
+    """For a walk on CPUs."""
+    from models.deepseek.random_families import family_config
+
+    return replace(DeepSeekConfig.from_hf(family_config("v3")), num_mtp_layers=0)
 
 
 def open_engine(

@@ -7,6 +7,7 @@ lie in it. Knows nothing of kernels.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -35,8 +36,8 @@ class Clock(Protocol):
         """cold: with nothing of it in L2. budget: seconds of measuring, about."""
         ...
 
-    def wait(self) -> None:
-        """Until all that was asked for is done."""
+    def rest(self) -> None:
+        """Behind a case: what it held is given back."""
         ...
 
 
@@ -53,8 +54,8 @@ class HostClock:
             times.append(time.perf_counter() - start)
         return Timing(statistics.median(times), len(times))
 
-    def wait(self) -> None:
-        return None
+    def rest(self) -> None:
+        gc.collect()
 
 
 class CudaClock:
@@ -88,8 +89,9 @@ class CudaClock:
         times = [start.elapsed_time(end) / 1e3 for start, end in pairs]
         return Timing(statistics.median(times), len(times), captured, note)
 
-    def wait(self) -> None:
-        self._api.synchronize()
+    def rest(self) -> None:
+        gc.collect()  # tensors are held by closures that know each other
+        self._api.empty_cache()  # memory of graphs is theirs alone until then
 
     def _captured(self, call: Callable[[], object]) -> tuple[Callable[[], object], bool, str]:
         """What to run, whether it is a graph, and why it is none."""

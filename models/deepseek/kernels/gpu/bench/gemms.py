@@ -187,9 +187,7 @@ def _make_contiguous(
         library = DeepGemm()
         why = library.refusal(arch_of(device))
         if why is None:
-            owners = torch.arange(experts, dtype=torch.int32, device=device)
-            owners = owners.repeat_interleave(each)
-            rivals[library.name] = lambda: library.contiguous(a, a_scales, b, b_scales, owners)
+            rivals[library.name] = lambda: library.contiguous(a, a_scales, b, b_scales, ends)
         return Prepared(
             lambda: grouped.grouped_gemm_contiguous(a, a_scales, b, b_scales, ends, alignment=1),
             rivals,
