@@ -52,6 +52,22 @@ def test_leaving_pools_out_changes_nothing_on_loads_of_an_operator() -> None:
     assert few.num_allowed == whole.num_allowed
 
 
+@pytest.mark.parametrize("kind", ["even", "skewed"])
+def test_leaving_pools_out_changes_nothing_where_groups_may_stay_on_nodes(kind: str) -> None:
+    """With even loads they do, with skewed ones a hot group's node would wait."""
+    loads = np.random.default_rng(11).lognormal(0, 1.2, (3, 256))
+    loads = np.ones((2, 256)) if kind == "even" else loads
+    asked = read(Typed("deepseek-v3", gpu="h800", phase="prefill", ttft="2"), search=True)
+    whole, few = (
+        search(asked.bases[0], asked.work, asked.limits, 40, loads=loads, every=e)
+        for e in (True, False)
+    )
+    assert few.best == whole.best and few.pareto == whole.pareto and few.best is not None
+    assert few.num_allowed == whole.num_allowed and len(few.allowed) <= len(whole.allowed)
+    assert few.best.deployment.groups == ("node" if kind == "even" else "free")
+    assert few.best.as_json()["placement"]["nodes_per_token"] > 1
+
+
 @pytest.mark.parametrize("preset", ["v3-prefill-32", "k2-decode-96"])
 def test_no_placement_is_better_than_what_is_hoped(preset: str) -> None:
     base = replace(from_preset(preset), gpus=1)
