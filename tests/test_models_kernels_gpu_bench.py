@@ -1,0 +1,191 @@
+"""Parts of timing kernels on a device that need no kernel: clock, limits, rivals, winners."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.deepseek.kernels.gpu.bench.clock import CudaClock, HostClock
+from models.deepseek.kernels.gpu.bench.limits import Limits, measure_limits
+from models.deepseek.kernels.gpu.bench.rivals import DeepGemm
+from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.bench.winners import (
+    FastestMla,
+    Winners,
+    WinnersUnreadable,
+)
+from models.deepseek.kernels.gpu.cost import KernelCost
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, DecodePlan
+
+CPU = torch.device("cpu")
+
+
+class FakeCuda:
+    """torch.cuda as far as a clock needs it: each run takes 2 ms."""
+
+    def __init__(self, captures: bool = True) -> None:
+        self.captures = captures
+        self.replays = self.emptied = 0
+        self.now = 0.0
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                fake.now += 1.0
+                self.at = fake.now
+
+            def elapsed_time(self, end: Any) -> float:
+                return 2.0 * (end.at - self.at)
+
+        class CUDAGraph:
+            def replay(self) -> None:
+                fake.replays += 1
+
+        self.Event, self.CUDAGraph = Event, CUDAGraph
+
+    def synchronize(self) -> None:
+        return None
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    @contextmanager
+    def graph(self, graph: Any) -> Any:
+        if not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        yield
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_clock_of_events_captures_where_it_can(captures: bool) -> None:
+    api, calls = FakeCuda(captures), []
+    clock = CudaClock(CPU, api, flush=64)
+    timing = clock.time(lambda: calls.append(1), cold=True, budget=0.0)
+    assert timing.seconds == pytest.approx(2e-3) and timing.runs == 5
+    assert timing.captured is captures
+    if captures:
+        assert api.replays == 6 and len(calls) == 3 and timing.note == ""
+    else:
+        assert len(calls) == 8
+        assert timing.note == "not captured: operation not permitted when stream is capturing"
+    clock.rest()
+    assert api.emptied == 1
+
+
+def test_a_clock_stops_at_many_runs() -> None:
+    timing = CudaClock(CPU, FakeCuda(), flush=64).time(lambda: None, False, budget=60.0)
+    assert timing.runs >= 50
+
+
+def test_the_host_clock_runs_at_least_once() -> None:
+    calls: list[int] = []
+    assert HostClock().time(lambda: calls.append(1), False, 0.0).runs == 1 and len(calls) == 2
+
+
+def test_limits_are_measured_and_bind() -> None:
+    limits = measure_limits(HostClock(), CPU, copy_bytes=1 << 16, side=32)
+    assert min(limits.memory, limits.bf16, limits.fp8, limits.overhead) > 0 and limits.fp8_by
+    plain = Limits(100.0, 10.0, 20.0, "twice bf16", 0.0)
+    cost = KernelCost(1000, 400)
+    assert plain.seconds(cost, "bf16") == 40 and plain.bound(cost, "bf16") == "compute"
+    assert plain.seconds(cost, "fp8") == 20 and plain.seconds(cost, "none") == 10
+    assert plain.bound(cost, "none") == "memory"
+
+
+def test_deep_gemm_is_beside_on_the_chip_whose_scales_these_are() -> None:
+    assert "sm_100" in str(DeepGemm().refusal(100))
+    assert "sm_0" in str(DeepGemm().refusal(0))
+
+
+# -- winners -------------------------------------------------------------------------------------
+
+
+def row(rows: int, context: int, flash: float, difference: float = 0.001, fp8: int = 0) -> Row:
+    key = {"rows": rows, "context": context, "heads": 128, "fp8": fp8}
+    return Row(
+        "mla_decode", f"{rows} x {context}", key, "memory", 1.0, 1, 1, ours=2.0,
+        rivals={"flash_mla": flash, "torch": 0.1}, differences={"flash_mla": difference},
+    )  # fmt: skip
+
+
+def test_winners_are_those_of_the_nearest_shape(tmp_path: Path) -> None:
+    rows = [row(1, 1024, 1.0), row(256, 4096, 3.0), row(1, 131072, 1.0, difference=1.0)]
+    table = Winners.from_rows("chip", [*rows, Row("x", "y", {}, "", 1, 1, 1, error="no")])
+    assert [r.winner for r in rows] == ["flash_mla", OURS, OURS]
+    file = tmp_path / "winners.json"
+    table.save(file)
+    loaded = Winners.load(file)
+    assert loaded.as_json() == table.as_json() and loaded.device == "chip"
+    among = ("flash_mla",)
+
+    def pick(rows: int, context: int, names: Sequence[str] = among, fp8: int = 0) -> str | None:
+        return loaded.pick("mla_decode", names, rows=rows, context=context, heads=128, fp8=fp8)
+
+    assert pick(2, 900) == "flash_mla" and pick(200, 5000) == OURS and pick(1, 100000) == OURS
+    assert pick(2, 900, names=()) == OURS  # it won, and is not here
+    assert pick(2, 900, fp8=1) is None and loaded.pick("gate", among, rows=1) is None
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps({"winners_table": table.as_json()}))
+    assert Winners.load(whole).as_json() == table.as_json()
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"format": "other"}'])
+def test_what_is_no_table_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(WinnersUnreadable, match=r"x\.json: "):
+        Winners.load(file)
+
+
+class Flash:
+    """An adapter that decodes nothing, or refuses."""
+
+    name = "flash_mla"
+
+    def __init__(self, step_refused: bool = False) -> None:
+        self.step_refused = step_refused
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        return "no fp8" if problem.fp8 else None
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> Any:
+        if self.step_refused:
+            raise ShapeRefused("not this step")
+        return "flash"
+
+
+def step_of(rows: int, context: int, known: bool = True) -> MlaStep:
+    positions = torch.full((rows,), context - 1)
+    zeros = torch.zeros(rows, dtype=torch.int32)
+    plan = DecodePlan(
+        positions, zeros, zeros, zeros, None, DETERMINISTIC, DETERMINISTIC.count(context),
+        ((0, rows),),
+    )  # fmt: skip
+    return MlaStep(
+        plan, torch.zeros(1, 1, dtype=torch.int32), 1.0, [context] * rows if known else None
+    )
+
+
+def test_the_fastest_decodes_each_step() -> None:
+    table = Winners.from_rows("chip", [row(1, 1024, 1.0), row(256, 4096, 3.0)])
+    problem = MlaProblem(128, 512, 64, 64, 90)
+    fastest = FastestMla(table, [Flash()])
+    for known in (True, False):
+        assert fastest.step(problem, step_of(1, 1000, known)) == "flash"
+        assert callable(fastest.step(problem, step_of(256, 4000, known)))  # ours
+    assert callable(FastestMla(table, [Flash(True)]).step(problem, step_of(1, 1000)))
+    assert callable(FastestMla(table, []).step(problem, step_of(1, 1000)))
+    strict = MlaProblem(128, 512, 64, 64, 90, deterministic=True)
+    assert "company" in str(fastest.refusal(strict))
+    assert "nobody was measured" in str(FastestMla(Winners("chip", {}), []).refusal(problem))
