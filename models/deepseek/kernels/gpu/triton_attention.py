@@ -22,7 +22,7 @@ from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, Ml
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.dense import dense_per_head
 from models.deepseek.kernels.gpu.errors import ShapeRefused
-from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
+from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
     MlaChoice,
@@ -81,15 +81,16 @@ def _state(batch: ForwardBatch) -> tuple[object, ...]:
 class TritonAttention(TritonDense):
     """decode_backends: libraries that may decode in place of our kernel, the first that fits; none
     in deterministic mode, where bits may not depend on the batch. graphs: steps are captured.
-    `choices` says which was taken, once there is one."""
+    gemms: as TritonDense's. `choices` says which was taken, once there is one."""
 
     def __init__(
         self,
         device: torch.device,
         decode_backends: Sequence[MlaBackend] = (),
         graphs: bool = False,
+        gemms: Gemms | None = None,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, gemms)
         self._backends = (*decode_backends, TritonMla())
         self._graphs = graphs
         self._chosen: dict[MlaProblem, MlaChoice] = {}
@@ -97,8 +98,10 @@ class TritonAttention(TritonDense):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """A line for each kind of attention so far: which backend, and why no earlier one."""
-        return tuple(dict.fromkeys(choice.reason for choice in self._chosen.values()))
+        """A line for each kind of attention and of product so far: which backend, and why no
+        earlier one."""
+        lines = (choice.reason for choice in self._chosen.values())
+        return tuple(dict.fromkeys((*lines, *self.gemms.choices)))
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         try:
@@ -184,7 +187,7 @@ class TritonAttention(TritonDense):
         if not isinstance(weight, TritonFp8LinearWeight):
             return self.linear(self.rms_norm(x, norm, eps), weight)
         rows = rms_norm_quantise(x, norm, eps, ScaleFormat.F32_COLUMN, ue8m0=weight.ue8m0)
-        return fp8_gemm(rows.values, rows.scales, weight.codes, weight.scales, x.dtype)
+        return self.linear_of_codes(rows.values, rows.scales, weight, x.dtype)
 
     def _attend(
         self, queries: Tensor, rope_dim: int, layer: Tensor, batch: ForwardBatch, scale: float

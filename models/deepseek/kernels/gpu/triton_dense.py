@@ -17,12 +17,8 @@ from models.deepseek.fp8 import Fp8Rows
 from models.deepseek.kernels.base import ExpertWeights, GateSpec, LinearWeight
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.dense import dense, dense_grouped, dense_per_head
-from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
 from models.deepseek.kernels.gpu.gate import gate
-from models.deepseek.kernels.gpu.grouped_gemm import (
-    grouped_gemm_contiguous,
-    grouped_gemm_masked,
-)
+from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.norm import add_rms_norm, rms_norm, silu_mul
 from models.deepseek.kernels.gpu.permute import permute, unpermute
 from models.deepseek.kernels.gpu.quant import quantise, quantise_silu_mul
@@ -42,10 +38,11 @@ def foreign(weight: object) -> KernelArgumentError:
 
 
 class TritonDense:
-    """device: where weights are kept."""
+    """device: where weights are kept. gemms: who makes products of e4m3 (None: our kernels)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gemms: Gemms | None = None) -> None:
         self.device = device
+        self.gemms = gemms or Gemms()
 
     # -- weights ---------------------------------------------------------------------------
 
@@ -75,8 +72,16 @@ class TritonDense:
         if isinstance(weight, TritonFp8LinearWeight):
             rows = x if x.stride(1) == 1 else x.contiguous()
             codes, scales = quantise(rows, ScaleFormat.F32_COLUMN, ue8m0=weight.ue8m0)
-            return fp8_gemm(codes, scales, weight.codes, weight.scales, out_dtype or x.dtype)
+            return self.linear_of_codes(codes, scales, weight, out_dtype or x.dtype)
         raise foreign(weight)
+
+    def linear_of_codes(
+        self, codes: Tensor, scales: Tensor, weight: TritonFp8LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
+        """`linear` of rows in e4m3, whose scales are powers of two where the weight's are."""
+        return self.gemms.dense(
+            codes, scales, weight.codes, weight.scales, dtype, ue8m0=weight.ue8m0
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -88,7 +93,7 @@ class TritonDense:
         both = self.linear(x, gate_up)
         if isinstance(down, TritonFp8LinearWeight):
             codes, scales = quantise_silu_mul(both, ScaleFormat.F32_COLUMN, ue8m0=down.ue8m0)
-            return fp8_gemm(codes, scales, down.codes, down.scales, x.dtype)
+            return self.linear_of_codes(codes, scales, down, x.dtype)
         return self.linear(silu_mul(both), down)
 
     def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:
@@ -147,7 +152,7 @@ class TritonDense:
         rows, scales_of_rows = permute(codes, pair_rows, scales)
         assert scales_of_rows is not None
         ends, limit = offsets[1:], offsets[-1:]
-        return _in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit, expected_rows)
+        return self._in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit, expected_rows)
 
     def experts_in_segments(
         self,
@@ -171,7 +176,7 @@ class TritonDense:
             if scales is None:
                 x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
             limit = ends[-1:] if starts is None else None
-            return _in_e4m3(x, scales, weights, dtype, begins, ends, limit, expected_rows)
+            return self._in_e4m3(x, scales, weights, dtype, begins, ends, limit, expected_rows)
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
         if begins is None:
@@ -196,16 +201,17 @@ class TritonDense:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
         if isinstance(weights, TritonFp8ExpertWeights):
             ue8m0 = weights.ue8m0
+            powers = ue8m0 and (scales is None or scales.dtype == torch.int32)
             if scales is None:
                 x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
-            both = grouped_gemm_masked(
+            both = self.gemms.masked(
                 x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype,
-                expected_rows=expected_rows,
+                expected_rows=expected_rows, ue8m0=powers,
             )  # fmt: skip
             x, scales = quantise_silu_mul(both, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
-            return grouped_gemm_masked(
+            return self.gemms.masked(
                 x, scales, weights.down, weights.down_scales, counts, dtype,
-                expected_rows=expected_rows,
+                expected_rows=expected_rows, ue8m0=ue8m0,
             )  # fmt: skip
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
@@ -214,6 +220,31 @@ class TritonDense:
         rows = x.reshape(slots * room, hidden)
         y = _in_model_dtype(rows, weights, own, starts, starts + counts, None, expected_rows)
         return y.view(slots, room, hidden)
+
+    def _in_e4m3(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        weights: TritonFp8ExpertWeights,
+        dtype: torch.dtype,
+        starts: Tensor | None,
+        ends: Tensor,
+        limit: Tensor | None,
+        expected_rows: int | None,
+    ) -> Tensor:
+        """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. starts None: one segment
+        behind the other."""
+        form = ScaleFormat.F32_ROW
+        expected = expected_rows or -(-codes.shape[0] // weights.num_slots)
+        both = self.gemms.contiguous(
+            codes, scales, weights.gate_up, weights.gate_up_scales, ends, dtype,
+            alignment=1, starts=starts, expected_rows=expected,
+        )  # fmt: skip
+        codes, scales = quantise_silu_mul(both, form, ue8m0=weights.ue8m0, counts=limit)
+        return self.gemms.contiguous(
+            codes, scales, weights.down, weights.down_scales, ends, dtype,
+            alignment=1, starts=starts, expected_rows=expected,
+        )  # fmt: skip
 
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return unpermute(y, index, weights)
@@ -235,31 +266,6 @@ def _in_model_dtype(
     both = dense_grouped(x, weights.gate_up, rows, starts, ends, expected)
     own = torch.arange(places, dtype=torch.int32, device=x.device)
     return dense_grouped(silu_mul(both, limit), weights.down, own, starts, ends, expected)
-
-
-def _in_e4m3(
-    codes: Tensor,
-    scales: Tensor,
-    weights: TritonFp8ExpertWeights,
-    dtype: torch.dtype,
-    starts: Tensor | None,
-    ends: Tensor,
-    limit: Tensor | None,
-    expected_rows: int | None,
-) -> Tensor:
-    """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. starts None: one segment behind
-    the other."""
-    form = ScaleFormat.F32_ROW
-    expected = expected_rows or -(-codes.shape[0] // weights.num_slots)
-    both = grouped_gemm_contiguous(
-        codes, scales, weights.gate_up, weights.gate_up_scales, ends, dtype,
-        alignment=1, starts=starts, expected_rows=expected,
-    )  # fmt: skip
-    codes, scales = quantise_silu_mul(both, form, ue8m0=weights.ue8m0, counts=limit)
-    return grouped_gemm_contiguous(
-        codes, scales, weights.down, weights.down_scales, ends, dtype,
-        alignment=1, starts=starts, expected_rows=expected,
-    )  # fmt: skip
 
 
 def heads_of(weight: LinearWeight, num_heads: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT, INTERPRETED, triton
 from models.deepseek.kernels.gpu.mla_adapters import MlaBackend
 from models.deepseek.kernels.gpu.mla_rows import BLOCK_SIZES
@@ -30,10 +31,11 @@ class TritonKernels(TritonAttention):
         device: torch.device | str | None = None,
         decode_backends: Sequence[MlaBackend] = (),
         graphs: bool = False,
+        gemms: Gemms | None = None,
     ) -> None:
         """device None: the current CUDA device (in the interpreter: cpu). The rest: see
         TritonAttention. KernelsUnavailable, with what is missing in words."""
-        super().__init__(_usable(device), decode_backends, graphs)
+        super().__init__(_usable(device), decode_backends, graphs, gemms)
         self.description, self.build = _describe(self.device)
 
 

@@ -1,0 +1,179 @@
+"""Whose turn a product of e4m3 is: the first backend that fits, or who won in a table.
+
+`Gemms` has the three calls of our kernels; TritonDense makes all its FP8 products through it. What
+is decided is a pure function of shapes, so that a captured step holds what an eager one runs. With
+a table the nearest shape that was measured decides, among backends that fit; ours where the table
+knows nothing like it. A backend that raises at its first product of a problem (no compiler for its
+own kernels, say) is not asked for that problem again. `choices` names all that was decided, each
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.deepseek.kernels.gpu.gemm_adapters import (
+    GemmBackend,
+    GemmProblem,
+    TritonGemm,
+    choose_gemm,
+    problem_of,
+)
+from models.deepseek.kernels.gpu.grouped_gemm import ALIGNMENT
+
+# How bench/gemms.py calls what is measured.
+FAMILIES = {"dense": "fp8_gemm", "contiguous": "grouped_contiguous", "masked": "grouped_masked"}
+OURS = TritonGemm.name
+
+
+class Table(Protocol):
+    """bench.winners.Winners, as far as it is read here."""
+
+    def pick(self, kernel: str, among: Sequence[str], **shape: int) -> str | None: ...
+
+
+class Gemms:
+    """backends: libraries in place of our kernels, none in deterministic mode. table: who won at
+    which shape (None: the first that fits). arch: as GemmProblem's."""
+
+    def __init__(
+        self, arch: int = 0, backends: Sequence[GemmBackend] = (), table: Table | None = None
+    ) -> None:
+        self._arch = arch
+        self._backends = tuple(backends)
+        self._ours: GemmBackend = TritonGemm()
+        self._table = table
+        self._chosen: dict[tuple[GemmProblem, int], GemmBackend] = {}
+        self._reasons: dict[str, None] = {}
+        self._proven: set[tuple[str, GemmProblem]] = set()
+        self._failed: dict[tuple[str, GemmProblem], str] = {}
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """A line for each kind of product so far: which backend, and why no other one."""
+        return tuple(self._reasons)
+
+    def dense(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        ue8m0: bool = False,
+    ) -> Tensor:
+        """As fp8_gemm. ue8m0, here and below: all scales are powers of two."""
+
+        def run(backend: GemmBackend) -> Tensor:
+            return backend.dense(a, a_scales, b, b_scales, dtype)
+
+        if not self._backends:
+            return run(self._ours)
+        problem = problem_of("dense", a_scales, b, self._arch, dtype, ue8m0=ue8m0)
+        return self._run(problem, a.shape[0], run)
+
+    def contiguous(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        ends: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        alignment: int = ALIGNMENT,
+        starts: Tensor | None = None,
+        expected_rows: int | None = None,
+        ue8m0: bool = False,
+    ) -> Tensor:
+        """As grouped_gemm_contiguous; starts are multiples of the alignment."""
+
+        def run(backend: GemmBackend) -> Tensor:
+            return backend.contiguous(
+                a, a_scales, b, b_scales, ends, dtype,
+                alignment=alignment, starts=starts, expected_rows=expected_rows,
+            )  # fmt: skip
+
+        if not self._backends:
+            return run(self._ours)
+        problem = problem_of(
+            "contiguous", a_scales, b, self._arch, dtype, alignment=alignment, ue8m0=ue8m0
+        )
+        each = -(-a.shape[0] // b.shape[0]) if expected_rows is None else expected_rows
+        return self._run(problem, each, run)
+
+    def masked(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        counts: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        expected_rows: int | None = None,
+        ue8m0: bool = False,
+    ) -> Tensor:
+        """As grouped_gemm_masked."""
+
+        def run(backend: GemmBackend) -> Tensor:
+            return backend.masked(
+                a, a_scales, b, b_scales, counts, dtype, expected_rows=expected_rows
+            )
+
+        if not self._backends:
+            return run(self._ours)
+        problem = problem_of("masked", a_scales, b, self._arch, dtype, ue8m0=ue8m0)
+        return self._run(problem, a.shape[1] if expected_rows is None else expected_rows, run)
+
+    def _run(self, problem: GemmProblem, rows: int, run: Callable[[GemmBackend], Tensor]) -> Tensor:
+        bucket = 1 << max(0, rows - 1).bit_length()  # so that few shapes are asked for
+        backend = self._chosen.get((problem, bucket))
+        if backend is None:
+            backend = self._chosen[problem, bucket] = self._choose(problem, bucket)
+        if backend is self._ours or (backend.name, problem) in self._proven:
+            return run(backend)
+        try:
+            out = run(backend)
+        except Exception as error:  # of whatever kind: ours goes on, and the line says so
+            first = (str(error).splitlines() or [""])[0]
+            self._failed[backend.name, problem] = f"it raised {type(error).__name__}: {first}"
+            self._chosen = {k: b for k, b in self._chosen.items() if k[0] != problem}
+            return self._run(problem, rows, run)
+        self._proven.add((backend.name, problem))
+        return out
+
+    def _choose(self, problem: GemmProblem, rows: int) -> GemmBackend:
+        backends: list[GemmBackend] = [
+            _Failed(b.name, why) if (why := self._failed.get((b.name, problem))) else b
+            for b in self._backends
+        ]
+        choice = choose_gemm(problem, [*backends, self._ours])
+        if self._table is None or choice.backend is self._ours:
+            self._reasons[choice.reason] = None
+            return choice.backend
+        able = {b.name: b for b in backends if b.refusal(problem) is None}
+        size = {"rows": rows, "columns": problem.columns, "width": problem.width}
+        if problem.form != "dense":
+            size["experts"] = problem.experts
+        name = self._table.pick(FAMILIES[problem.form], tuple(able), **size)
+        who = f"{name} won" if name else f"{OURS}; nothing like it was measured"
+        what = choice.reason.partition(":")[0]
+        self._reasons[f"{what}, {rows} rows or fewer: {who}"] = None
+        return able.get(name or OURS, self._ours)
+
+
+class _Failed(TritonGemm):
+    """In the place of a backend that raised."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name = name
+        self._why = why
+
+    def refusal(self, problem: GemmProblem) -> str | None:
+        return self._why

@@ -1,0 +1,279 @@
+"""FP8 products by DeepGEMM: dense, grouped contiguous, grouped masked, on sm_90 and sm_100.
+
+The only file that imports `deep_gemm`. What it wants: K in whole blocks of 128, results in bf16,
+stacked experts back to back with scales of weights packed as densely; fp32 scales on sm_90, powers
+of two on sm_100 (it packs the exponent's bits there and drops the rest). Scales of rows may lie in
+any of our formats: those of columns it loads as they are, others it transposes first, a launch
+more. Segments begin at multiples of an alignment that it tells (128 unless set otherwise).
+
+Its functions come from C++ and may have no Python signature: names are read from their docstrings
+then. What every version has, by place; what some have, by name. Knows nothing of timing. Shape
+letters as in gemm_adapters.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispatch.fp8 import BLOCK
+from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.fp8_gemm import check_operands
+from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, problem_of
+from models.deepseek.kernels.gpu.grouped_gemm import ALIGNMENT
+from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT
+
+ARCHS = (90, 100)
+COLUMNS = 64  # N is a multiple of
+DENSE = "fp8_gemm_nt"
+CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
+MASKED = "m_grouped_fp8_gemm_nt_masked"
+FUNCTIONS = {"dense": DENSE, "contiguous": CONTIGUOUS, "masked": MASKED}
+# Of each, the names behind the three operands, of which one of a tuple must be there.
+WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dense": (),
+    "contiguous": (("grouped_layout", "m_indices"),),
+    "masked": (("masked_m",), ("expected_m",)),
+}
+ALIGNMENTS = ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout")
+
+
+class DeepGemm:
+    """module: in place of the installed `deep_gemm`, for tests. arch: of the tensors it is handed
+    (None: asked of their device)."""
+
+    name = "deep_gemm"
+
+    def __init__(self, module: Any = None, arch: int | None = None) -> None:
+        self._module = module
+        self._arch = arch
+
+    def refusal(self, problem: GemmProblem) -> str | None:
+        why = _shape_refusal(problem)
+        if why is not None:
+            return why
+        module, why = self._load()
+        if why is not None:
+            return why
+        function = getattr(module, FUNCTIONS[problem.form], None)
+        if function is None:
+            return f"this deep_gemm has no {FUNCTIONS[problem.form]}"
+        names = parameters(function)
+        for either in WANTED[problem.form] if names else ():
+            if not any(name in names for name in either):
+                return f"{FUNCTIONS[problem.form]} of this version has no {' or '.join(either)}"
+        if problem.form == "contiguous":
+            return self._misaligned(module, problem.alignment, problem.arch)
+        return None
+
+    def dense(
+        self, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        module, _ = self._checked("dense", a, a_scales, b, b_scales, dtype)
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+        if a.shape[0]:
+            module.fp8_gemm_nt((a, a_scales), (b, b_scales), out)
+        return out
+
+    def contiguous(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        ends: Tensor,
+        dtype: torch.dtype,
+        *,
+        alignment: int = ALIGNMENT,
+        starts: Tensor | None = None,
+        expected_rows: int | None = None,
+    ) -> Tensor:
+        module, arch = self._checked("contiguous", a, a_scales, b, b_scales, dtype, alignment)
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
+        if not a.shape[0]:
+            return out
+        function = module.m_grouped_fp8_gemm_nt_contiguous
+        stacked = back_to_back(b), back_to_back(b_scales)
+        names = parameters(function)
+        # sm_90 has kernels for owners only; a psum layout's segments begin at its own alignment.
+        if (
+            arch != 90
+            and starts is None
+            and "use_psum_layout" in names
+            and alignment == _alignment_of(module)
+        ):
+            more: dict[str, Any] = {"use_psum_layout": True}
+            if expected_rows and "expected_m_for_psum_layout" in names:
+                more["expected_m_for_psum_layout"] = expected_rows
+            function((a, a_scales), stacked, out, ends, **more)
+            return out
+        owners = owners_of_rows(a.shape[0], ends, alignment, starts)
+        function((a, a_scales), stacked, out, owners)
+        return out
+
+    def masked(
+        self,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        counts: Tensor,
+        dtype: torch.dtype,
+        *,
+        expected_rows: int | None = None,
+    ) -> Tensor:
+        module, _ = self._checked("masked", a, a_scales, b, b_scales, dtype)
+        experts, room, _ = a.shape
+        out = torch.empty((experts, room, b.shape[1]), dtype=dtype, device=a.device)
+        if room:
+            expected = max(1, min(room, room if expected_rows is None else expected_rows))
+            module.m_grouped_fp8_gemm_nt_masked(
+                (back_to_back(a), back_to_back(a_scales)),
+                (back_to_back(b), back_to_back(b_scales)),
+                out,
+                counts,
+                expected,
+            )
+        return out
+
+    def _checked(
+        self,
+        form: str,
+        a: Tensor,
+        a_scales: Tensor,
+        b: Tensor,
+        b_scales: Tensor,
+        dtype: torch.dtype,
+        alignment: int = 1,
+    ) -> tuple[Any, int]:
+        """The module and the chip. ShapeRefused. Whether scales are powers of two is the choice's
+        to know: it cannot be read here without waiting for the device."""
+        arch = arch_of(a.device) if self._arch is None else self._arch
+        dense = form == "dense"
+        check_operands(
+            a, a_scales, b[None] if dense else b, b_scales[None] if dense else b_scales, dtype
+        )
+        problem = problem_of(form, a_scales, b, arch, dtype, alignment=alignment, ue8m0=True)
+        why = self.refusal(problem) or _layout_refusal(a, a_scales, b_scales)
+        if why is not None:
+            raise ShapeRefused(why)
+        return self._load()[0], arch
+
+    def _misaligned(self, module: Any, alignment: int, arch: int) -> str | None:
+        wanted = _alignment_of(module)
+        if wanted is None:
+            return f"this deep_gemm has no {' or '.join(ALIGNMENTS)}"
+        if alignment % wanted:
+            return (
+                f"DeepGEMM's segments begin at multiples of {wanted}, these at multiples of "
+                f"{alignment}"
+            )
+        return None
+
+    def _load(self) -> tuple[Any, str | None]:
+        if self._module is not None:
+            return self._module, None
+        try:
+            return importlib.import_module("deep_gemm"), None
+        except Exception as error:  # a wheel for CUDA fails in many ways without it
+            first = (str(error).splitlines() or [""])[0]
+            return None, f"deep_gemm cannot be imported: {type(error).__name__}: {first}"
+
+
+def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's parameters: by its signature, or by the first line of what a binding to
+    C++ says of itself; nothing where neither tells."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        lines = (getattr(function, "__doc__", None) or "").strip().splitlines()
+        return tuple(re.findall(r"[(,]\s*(\w+)\s*:", lines[0])) if lines else ()
+
+
+def owners_of_rows(rows: int, ends: Tensor, alignment: int, starts: Tensor | None) -> Tensor:
+    """[rows] int32: the expert that each row belongs to, -1 for none; ends and starts [e] int32, in
+    order. On their device, which nobody waits for."""
+    begins = starts
+    if begins is None:
+        before = torch.nn.functional.pad(ends[:-1], (1, 0))
+        begins = (before + (alignment - 1)) // alignment * alignment
+    # An expert without rows may end before it begins: what counts is where anyone has ended.
+    reach = torch.maximum(ends, begins).cummax(0).values
+    at = torch.arange(rows, dtype=torch.int32, device=ends.device)
+    owner = torch.searchsorted(reach, at, right=True, out_int32=True)
+    held = owner.clamp(max=ends.shape[0] - 1).long()
+    inside = (owner < ends.shape[0]) & (at >= begins[held]) & (at < ends[held])
+    return torch.where(inside, owner, -1)
+
+
+def back_to_back(x: Tensor) -> Tensor:
+    """[1, ..] with the stride that it would have among others: of one expert nobody reads it, but
+    libraries ask for it."""
+    return x[0].unsqueeze(0) if x.shape[0] == 1 else x
+
+
+def arch_of(device: torch.device) -> int:
+    """90 for sm_90, 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _shape_refusal(problem: GemmProblem) -> str | None:
+    if problem.deterministic:
+        return "DeepGEMM's tiles follow the rows: no promise that bits do not (deterministic mode)"
+    if problem.arch not in ARCHS:
+        return f"DeepGEMM is for sm_90 and sm_100, this is sm_{problem.arch}"
+    if problem.width % BLOCK or problem.columns % COLUMNS:
+        return (
+            f"DeepGEMM wants K in multiples of {BLOCK}, N of {COLUMNS}: these are "
+            f"{problem.width} and {problem.columns}"
+        )
+    if problem.dtype != torch.bfloat16:
+        return f"DeepGEMM's results are bf16 here, {problem.dtype} is asked for"
+    if problem.arch == 90 and problem.packed:
+        return "DeepGEMM reads fp32 scales on sm_90, these are packed exponents"
+    if problem.arch == 100 and not problem.ue8m0:
+        return "DeepGEMM reads powers of two on sm_100, these scales are any fp32"
+    if problem.experts > 1 and problem.apart != problem.columns:
+        return (
+            f"DeepGEMM wants experts back to back, these are {problem.apart} rows apart for "
+            f"{problem.columns} (a bundle a slot)"
+        )
+    return None
+
+
+def _layout_refusal(a: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
+    if a.dim() == 3 and a.shape[0] > 1 and a.stride(0) != a.shape[1] * a.stride(1):
+        return f"DeepGEMM wants rows of experts back to back, these have strides {a.stride()}"
+    if a.stride(-2) != a.shape[-1] and a.shape[-2] > 1:
+        return f"DeepGEMM's rows lie back to back, these {a.stride(-2)} bytes for {a.shape[-1]}"
+    if a_scales.dtype == torch.int32 and not _in_columns(a_scales):
+        return (
+            "DeepGEMM reads packed scales by columns that begin at 16 bytes, these have strides "
+            f"{a_scales.stride()}"
+        )
+    if not back_to_back(b_scales if b_scales.dim() == 3 else b_scales[None]).is_contiguous():
+        return f"DeepGEMM wants scales of weights packed, these have strides {b_scales.stride()}"
+    return None
+
+
+def _in_columns(scales: Tensor) -> bool:
+    """Rows next to each other, a column from a multiple of 16 bytes on: scales.py's COLUMN."""
+    rows, words = scales.shape[-2:]
+    padded = -(-rows // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    return rows <= 1 or (scales.stride(-2) == 1 and (words == 1 or scales.stride(-1) == padded))
+
+
+def _alignment_of(module: Any) -> int | None:
+    for name in ALIGNMENTS:
+        if hasattr(module, name):
+            return int(getattr(module, name)())
+    return None
