@@ -114,7 +114,10 @@ def covered(launches: list[Launch]) -> None:
 def test_prefill_mixed_and_captured_decode(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
-    with engine_on_cuda(folders[weights], monkeypatch) as (engine, fake):
+    wire = "model" if weights == "bf16" else "fp8"  # what auto is on a GPU
+    with engine_on_cuda(
+        folders[weights], monkeypatch, parallel={"wire": wire}
+    ) as (engine, fake):  # fmt: skip
         graphs = engine.runner.graphs
         assert graphs is not None and graphs.rungs == (1, 2, 4, 6)
         for number, length in enumerate((30, 40, 1, 20)):  # chunks, mixed steps

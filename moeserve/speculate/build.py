@@ -283,7 +283,11 @@ def _draft_model(
     assert plan.wish.path is not None
     try:
         kernels = fitting(
-            create_kernels(plan.kernels), plan.kernels, attention_shape(config), target.dtype, True
+            create_kernels(plan.kernels, target.device),
+            plan.kernels,
+            attention_shape(config),
+            target.dtype,
+            True,
         ).kernels
         model = load_model(
             plan.wish.path,

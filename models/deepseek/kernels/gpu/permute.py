@@ -166,20 +166,23 @@ def unpermute_cost(
     return KernelCost(moved, 2 * pairs * width)
 
 
+_SCALES = {"": "", "fp32": " scales", "i32": " ue8m0 scales"}  # i32: four exponents a word
+
+
 def compile_cases() -> list[CompileCase]:
     cases = []
     wide = {90: ("wide loads",), 100: ("wide loads",)}
-    for dtype, size, scaled in (("bf16", 2, False), ("u8", 1, True)):
+    for dtype, size, scaled in (("bf16", 2, ""), ("u8", 1, "fp32"), ("u8", 1, "i32")):
         block = COPY_BLOCK // size
         cases.append(
             CompileCase(
                 permute_kernel,
                 "permute",
-                f"{dtype}{' scales' if scaled else ''} {block} w4",
-                {"x": f"*{dtype}", "scales": "*fp32", "pair_rows": "*i32", "out": f"*{dtype}",
-                 "out_scales": "*fp32", "x_stride": "i32", "scales_stride": "i32", "width": "i32",
+                f"{dtype}{_SCALES[scaled]} {block} w4",
+                {"x": f"*{dtype}", "scales": f"*{scaled or 'fp32'}", "pair_rows": "*i32",
+                 "out": f"*{dtype}", "out_scales": f"*{scaled or 'fp32'}", "x_stride": "i32", "scales_stride": "i32", "width": "i32",
                  "groups": "i32"},
-                {"block": block, "block_g": 64 if scaled else 1, "has_scales": scaled,
+                {"block": block, "block_g": 64 if scaled else 1, "has_scales": bool(scaled),
                  "zero_gaps": False},
                 divisible=("x_stride", "width"),
                 wants=wide,
