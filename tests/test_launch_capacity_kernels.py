@@ -24,6 +24,7 @@ from launch.capacity.predict import Workload, predict
 from launch.capacity.times import Calibration, Step
 from launch.capacity.validate import validate
 from launch.cli import app
+from models.deepseek.kernels.gpu import step_cost
 
 TINY = str(Path(__file__).parents[1] / "checkpoints" / "tiny")
 PARTS = ("projections", "core", "experts", "shared", "dense", "head")
@@ -158,3 +159,40 @@ def test_published_points_by_kernels() -> None:
     assert sum(x is not None for x in found.values()) == 15 and found["13a"] is None
     decode = next(p for p in said["points"] if p["id"] == "7")
     assert decode["by_kernels"] == pytest.approx(decode["measured"], rel=0.1)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_the_kernels_own_list_of_a_step_says_the_same(phase: str) -> None:
+    """step_cost.py, by which measured steps of one GPU are judged, lists the kernels as well."""
+    d, work = from_preset("v3-decode-144"), Workload(4096, 0)
+    d = replace(d, phase=phase, overlap=False, sequences=64, tokens=8192)
+    d = replace(d, dispatch="deepep_normal") if phase == "prefill" else d
+    found = kernel_step(d, work)
+    assert found is not None
+    config = d.shape.config
+    if phase == "decode":
+        load = step_cost.decode_load(config, 64, 4096, 144, 288)
+    else:
+        load = step_cost.prefill_load(config, 2, 4096, 144, 288)
+    parts = step_cost.step_parts(config, load)
+
+    def theirs(*names: str) -> int:
+        return sum(p.times * p.cost.flops for p in parts if p.name.startswith(names))
+
+    def ours(*kernels: str) -> int:
+        return sum(k.flops for k in found.kernels if k.kernel in kernels)
+
+    expansion = 0
+    if phase == "prefill":  # theirs has it in attention
+        expansion = 61 * 2 * 128 * 512 * 256 * 8192
+    assert ours("mla_decode", "mla_prefill") + expansion == theirs("attention")
+    assert ours("grouped_gemm") == pytest.approx(theirs("experts gate", "experts down"), rel=0.01)
+    products = ("qkv_a", "q_b", "o", "W_U", "shared gate", "shared down", "dense mlp gate")
+    products += ("dense mlp down", "logits")
+    assert ours("fp8_gemm", "dense", "dense_per_head") - expansion == theirs(*products)
+    moved = sum(p.times * p.cost.bytes for p in parts)
+    ratio = sum(k.bytes for k in found.kernels) / moved
+    if phase == "decode":  # rows of low-latency kernels lie where experts want them
+        assert 0.95 < ratio < 1.05
+    else:  # ours has small ones too: the join of queries, the sum with the shared expert
+        assert 1 < ratio < 1.25
