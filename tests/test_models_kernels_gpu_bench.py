@@ -189,3 +189,15 @@ def test_the_fastest_decodes_each_step() -> None:
     strict = MlaProblem(128, 512, 64, 64, 90, deterministic=True)
     assert "company" in str(fastest.refusal(strict))
     assert "nobody was measured" in str(FastestMla(Winners("chip", {}), []).refusal(problem))
+
+
+def test_every_kernel_has_a_check_on_a_device() -> None:
+    """By name, in tests/gpu: a new module of kernels wants one."""
+    from models.deepseek.kernels.gpu.registry import HOME, MODULES
+
+    folder = Path(__file__).parent / "gpu"
+    text = "\n".join(p.read_text() for p in folder.glob("test_models_*.py"))
+    named = [f"{HOME}.{name} import" for name in MODULES]
+    parent = [f"from {HOME} import {name} " for name in MODULES]
+    found = [a in text or b in text for a, b in zip(named, parent, strict=True)]
+    assert [name for name, there in zip(MODULES, found, strict=True) if not there] == []

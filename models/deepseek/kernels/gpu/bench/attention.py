@@ -8,6 +8,7 @@ dot-product attention over keys that are expanded at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def paged_batch(
     for row, count in enumerate(needed):
         tables[row, :count] = order[at : at + count]
         at += count
-    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
     positions = torch.cat([torch.arange(c - n, c) for c, n in zip(contexts, new, strict=True)])
     ids = torch.zeros(sum(new), dtype=torch.int64, device=device)
     return ForwardBatch(

@@ -35,7 +35,8 @@ def random_codes(shape: Sequence[int], device: torch.device) -> Tensor:
 def scales_of_rows(
     rows: int, width: int, device: torch.device, experts: int | None = None
 ) -> Tensor:
-    return empty_scales(rows, width, COLUMN, device, experts).uniform_(0.5, 1.5)
+    scales = empty_scales(rows, width, COLUMN, device, experts)
+    return scales.copy_(torch.rand(scales.shape, device=device) + 0.5)
 
 
 def scales_of_weight(columns: int, width: int, device: torch.device, experts: int = 1) -> Tensor:
