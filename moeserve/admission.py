@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from moeserve.errors import InvalidRequest, raise_problems
-from moeserve.request import Request, SamplingParams
+from moeserve.request import Request, SamplingParams, ThinkingMarkers
 
 
 def check_request(request: Request, *, max_model_len: int, vocab_size: int | None = None) -> None:
@@ -37,6 +37,22 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int | Non
                     "logit_bias", token, f"must be a token id from 0 to {vocab_size - 1}"
                 )
     check_sampling(sampling)
+    if sampling.max_thinking_tokens is not None:
+        check_thinking(sampling.max_thinking_tokens, request.thinking, vocab_size)
+
+
+def check_thinking(
+    most: int, markers: ThinkingMarkers | None, vocab_size: int | None = None
+) -> None:
+    """Raise InvalidRequest where a limit on thinking can mean nothing: the model has no markers, or
+    its embedding has no rows for them."""
+    if markers is None or not (markers.start and markers.end and all(markers.also_ends)):
+        valid = "this model has no thinking markers (<think>, </think>) to limit it by; omit it"
+        raise InvalidRequest("max_thinking_tokens", most, valid)
+    ids = (*markers.start, *markers.end)
+    if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
+        valid = f"the thinking markers {ids} are not within the model's {vocab_size} tokens"
+        raise InvalidRequest("max_thinking_tokens", most, valid)
 
 
 INT64 = 2**63
@@ -84,6 +100,12 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("seed", s.seed, s.seed is None or -INT64 <= s.seed < 2 * INT64, "must have 64 bits"),
         ("min_tokens", s.min_tokens, s.min_tokens >= 0, "must be at least 0"),
         ("logprobs", s.logprobs, s.logprobs is None or s.logprobs >= 0, "must be at least 0"),
+        (
+            "max_thinking_tokens",
+            s.max_thinking_tokens,
+            s.max_thinking_tokens is None or 0 <= s.max_thinking_tokens < INT64,
+            "must be at least 0, below 2**63 (None: no limit)",
+        ),
         (
             "prompt_logprobs",
             s.prompt_logprobs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from moeserve.request import SamplingParams
 from moeserve.sequence import Sequence
+from moeserve.thinking import Thought
 
 
 class Continuation:
@@ -48,6 +49,11 @@ class Continuation:
     @property
     def seed(self) -> int:
         return self.sequence.seed
+
+    @property
+    def thought(self) -> Thought | None:
+        thought = self.sequence.thought
+        return None if thought is None else thought.after_all(self.drafted)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -14,6 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,24 @@ import msgspec
 
 from ep.recording import ExpertRecording
 from moeserve.admission import check_request, typed_sampling
+from moeserve.chat import load_chat_template
 from moeserve.config import ServeConfig, flat_name
 from moeserve.detokenize import Detokenizer, token_bytes
 from moeserve.errors import ConfigError, InvalidRequest
 from moeserve.folder import folder_problems
 from moeserve.llm_backends import Backend, LocalBackend, RanksBackend
 from moeserve.load_desk import INTERVAL_STEPS
-from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
+from moeserve.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    ThinkingMarkers,
+    TokenLogprob,
+    TokenOutput,
+)
+from moeserve.thinking import markers_of
 from moeserve.tokenizer import Tokenizer
+from moeserve.tool_calls import tool_format
 
 if TYPE_CHECKING:
     from moeserve.build import Progress
@@ -176,6 +187,18 @@ class LLM:
     ) -> None:
         self.close()
 
+    @cached_property
+    def _thinking(self) -> ThinkingMarkers | None:
+        if self.tokenizer is None:
+            return None
+        model, calls = self.config.model, tool_format(self.tokenizer)
+        template = load_chat_template(model.checkpoint, self.tokenizer, model.chat_template)
+        return markers_of(
+            self.tokenizer,
+            thinks=template is not None and template.uses_reasoning,
+            also_ends=() if calls is None else calls.reasoning_ends,
+        )
+
     def _open(self, prompt: Prompt, sampling: SamplingParams) -> _Run:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
@@ -190,6 +213,7 @@ class LLM:
             prompt_token_ids=tuple(ids),
             sampling=sampling,
             arrival=time.time(),
+            thinking=None if sampling.max_thinking_tokens is None else self._thinking,
         )
         check_request(
             request,

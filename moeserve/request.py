@@ -24,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature 0 is greedy (ties to the lowest id), and so is top_k=1. seed: same seed, same
     tokens, whatever else runs; None draws one. logprobs: number of alternatives to report per token
     (None: none, 0: the chosen token only). prompt_logprobs: the same for prompt tokens. stop
-    strings are matched on text by the front end; stop_token_ids here.
+    strings are matched on text by the front end; stop_token_ids here. max_thinking_tokens: after so
+    many tokens of an open thinking part the end marker is forced (`thinking`); None: no limit.
     """
 
     temperature: float = 1.0
@@ -43,17 +44,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    max_thinking_tokens: int | None = None
+
+
+class ThinkingMarkers(msgspec.Struct, frozen=True, array_like=True):
+    """Token ids of the markers between which a model thinks, none of them empty. also_ends: others
+    that end a thinking part, such as those that begin tool calls; they are never forced."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    also_ends: tuple[tuple[int, ...], ...] = ()
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to continue. n > 1 is made of n requests by the front end (they share blocks
-    through the prefix cache). arrival is time.time() at the front end."""
+    through the prefix cache). arrival is time.time() at the front end. thinking: the model's
+    markers, wanted with sampling.max_thinking_tokens; whoever knows the tokenizer fills them in."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival: float = 0.0
     cache_salt: str = ""  # sequences with another salt never share cached blocks
+    thinking: ThinkingMarkers | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,8 @@ Order of operations for a row, each step on the result of the one before:
 3. frequency penalty: l -= f * (times in the output); presence penalty: l -= p if in the output.
 4. logit bias: l += bias.
 5. min_tokens: while fewer tokens are out, eos and stop ids are -inf (eos with ignore_eos never
-   stops and is not masked).
+   stops and is not masked). Where the limit on thinking forces a token (`thinking`), every
+   other one is -inf instead, whatever 2 to 5 made of it.
 6. temperature below GREEDY_BELOW, or top-k 1: argmax, ties to the lowest id. Done.
 7. l / temperature, softmax in fp32 -> p.
 8. top-k, top-p, min-p and the draw: the rule of `draw`.
@@ -133,6 +134,15 @@ def edit_logits(logits: Tensor, sequences: Seq[Row]) -> None:
             ids += inside
     if ids:
         logits[rows, ids] = float("-inf")
+    forced = {j: t for j, s in enumerate(sequences) if (t := _forced(s)) is not None}
+    if forced:
+        logits[list(forced)] = float("-inf")
+        logits[list(forced), list(forced.values())] = 0.0
+
+
+def _forced(sequence: Row) -> int | None:
+    thought = sequence.thought
+    return None if thought is None else thought.forced
 
 
 def _penalise(logits: Tensor, sequences: Seq[Row]) -> None:
@@ -246,6 +256,8 @@ def sample_slowly(logits: Tensor, sequence: Row) -> tuple[int, TokenLogprob | No
     if len(output) < sampling.min_tokens:
         for token in sequence.stop_ids & set(range(vocab)):
             row[token] = float("-inf")
+    if sequence.thought is not None and sequence.thought.forced is not None:
+        row = torch.where(torch.arange(vocab) == sequence.thought.forced, 0.0, -torch.inf)
 
     if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
         chosen = min(range(vocab), key=lambda i: (-float(row[i]), i))

@@ -13,6 +13,7 @@ from moeserve.cache import Lease
 from moeserve.penalties import Bias, SeenTokens
 from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moeserve.speculate.tree import DraftTree
+from moeserve.thinking import Thought
 
 GREEDY_BELOW = 1e-5  # a temperature under it is greedy: dividing by less overflows fp32 logits
 
@@ -23,7 +24,7 @@ class SamplingNeeds(enum.IntFlag):
     NONE = 0
     RANDOM = 1  # temperature > 0 and more than one token to choose from
     TRUNCATED = 2  # top-k, top-p or min-p
-    EDITED = 4  # penalties, bias or a token mask
+    EDITED = 4  # penalties, bias, a token mask or a limit on thinking
     LOGPROBS = 8
 
 
@@ -53,6 +54,7 @@ class Sequence:
         "seen",
         "stop_ids",
         "temperature",
+        "thought",
         "tokens",
     )
 
@@ -90,6 +92,7 @@ class Sequence:
         self.temperature = sampling.temperature
         self.needs = _needs(sampling)
         self.seed = _seed(request, engine_seed)
+        self.thought = Thought.of(request)  # None: no limit on thinking
         # Built when the sampler first asks for them.
         self.seen: SeenTokens | None = None
         self.bias: Bias | None = None
@@ -118,6 +121,8 @@ class Sequence:
         self.tokens.append(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.thought is not None:
+            self.thought = self.thought.after(token_id)
 
     def preempted(self) -> None:
         """Its blocks are gone: everything is to be computed again (less what is still cached)."""
@@ -140,6 +145,7 @@ def _needs(sampling: SamplingParams) -> int:
         or sampling.frequency_penalty != 0
         or sampling.logit_bias
         or sampling.min_tokens > 0
+        or sampling.max_thinking_tokens is not None
     ):
         needs |= SamplingNeeds.EDITED
     if sampling.logprobs is not None:

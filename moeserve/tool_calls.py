@@ -50,6 +50,12 @@ class ToolFormat:
     markers: dict[str, Marker]
     ends_reasoning: bool  # a section may begin amid the reasoning and ends it
 
+    @property
+    def reasoning_ends(self) -> list[str]:
+        """Markers that end a reasoning part in which they come."""
+        begins = [x for x, kind in self.markers.items() if kind is Marker.SECTION]
+        return begins if self.ends_reasoning else []
+
 
 def _deepseek() -> ToolFormat:
     def marker(words: str) -> str:
@@ -159,8 +165,7 @@ class ToolCallParser:
     @property
     def ends_reasoning(self) -> list[str]:
         """Markers that end a reasoning part in which they come."""
-        begins = [x for x, kind in self._form.markers.items() if kind is Marker.SECTION]
-        return begins if self._form.ends_reasoning else []
+        return self._form.reasoning_ends
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         self._held += text

@@ -15,7 +15,7 @@ from moeserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moeserve.sampler import sample, sample_slowly
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import choose_drafts
-from moeserve.speculate.run_limits import Run, ThinkingLimit, cut_run, draft_room
+from moeserve.speculate.run_limits import Run, cut_run, draft_room
 from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule, rows_of, verify
 
@@ -221,33 +221,18 @@ def test_broken_logits_count_only_where_the_walk_comes() -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 
-def one_by_one(one: Sequence, tokens: Seq[int], thinking: ThinkingLimit | None) -> Run:
+def one_by_one(one: Sequence, tokens: Seq[int]) -> Run:
     """The twin: append, look."""
-    thought, out = -1, one.num_output_tokens
+    out = one.num_output_tokens
     if out >= one.max_output_tokens:
         return Run(0, FinishReason.LENGTH)
-    if thinking is not None:
-        for token in one.tokens:
-            thought = _next(thought, token, thinking)
     for i, token in enumerate(tokens):
         out += 1
         if token in one.stop_ids:
             return Run(i + 1, FinishReason.STOP, token)
         if out == one.max_output_tokens:
             return Run(i + 1, FinishReason.LENGTH)
-        if thinking is not None:
-            thought = _next(thought, token, thinking)
-            if thought >= thinking.most:
-                return Run(i + 1)
     return Run(len(tokens))
-
-
-def _next(thought: int, token: int, thinking: ThinkingLimit) -> int:
-    if token == thinking.end_id:
-        return -1
-    if token == thinking.start_id:
-        return 0
-    return thought + 1 if thought >= 0 else -1
 
 
 def test_a_run_ends_where_one_token_a_step_would_end_it() -> None:
@@ -263,9 +248,8 @@ def test_a_run_ends_where_one_token_a_step_would_end_it() -> None:
         for _ in range(rng.randrange(3)):
             one.append(rng.randrange(14, VOCAB))
         tokens = [rng.randrange(14) for _ in range(rng.randint(1, 9))]
-        thinking = ThinkingLimit(7, 8, rng.randint(1, 4)) if rng.random() < 0.5 else None
-        run = cut_run(one, tokens, thinking)
-        assert run == one_by_one(one, tokens, thinking), (tokens, one.tokens, params, thinking)
+        run = cut_run(one, tokens)
+        assert run == one_by_one(one, tokens), (tokens, one.tokens, params)
         reasons.add(run.reason)
     assert reasons == {None, FinishReason.STOP, FinishReason.LENGTH}
 

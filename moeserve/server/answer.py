@@ -124,9 +124,10 @@ class Choice:
             ends_it = output.stop_token_id is not None and position == last
             if ends_it and not self._include_stop:
                 break  # an end token is counted, its text is not shown
+            inside = self._reasoning is not None and self._reasoning.reasoning
             self._show(delta, self._detokenizer.push(token_id))
-            if self._reasoning is not None and self._reasoning.reasoning:
-                self.num_reasoning_tokens += 1
+            if inside and self._reasoning is not None and self._reasoning.reasoning:
+                self.num_reasoning_tokens += 1  # neither marker is one
             if self._cut:
                 break
         accepted = min(output.num_accepted, self.num_tokens - before)

@@ -79,6 +79,15 @@ class GenerationFields(AnyBody):
         None
     )
     min_tokens: Annotated[int, Field(ge=0, description="an integer, 0 up to max_tokens")] = 0
+    max_thinking_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            lt=INT64,
+            description="an integer from 0: tokens of thinking after which </think> is forced; "
+            "absent: no limit",
+        ),
+    ] = None
     stop: Annotated[
         str | list[str],
         Field(description=f"a string or a list of up to {MAX_STOPS} strings, none empty"),
