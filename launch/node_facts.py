@@ -34,6 +34,7 @@ RANK_BYTES = 200_000_000  # private memory of a rank of the smallest model
 _LOCAL = (
     "model.checkpoint",
     "model.chat_template",
+    "model.kernel_table",
     "parallel.placement",
     "parallel.interface",
     "engine.threads",

@@ -59,6 +59,7 @@ FLAGS = (
     Flag("model", "served_name", "NAME", "Name in /v1/models", "the folder's name"),
     Flag("model", "dtype", "NAME", "auto, float32 or bfloat16", "auto"),
     Flag("model", "kernels", "NAME", "auto, native, torch or triton (GPUs)", "auto"),
+    Flag("model", "kernel_table", "FILE", "Which implementation won at which shape, on this GPU"),
     Flag("model", "weights", "NAME", "FP8 blocks in memory: auto, fp8 or dequantised", "auto"),
     Flag("model", "mtp", "", "Load the multi-token-prediction layer, where there is one", "on"),
     Flag("model", "chat_template", "FILE", "A jinja2 file to use instead of the checkpoint's"),
@@ -254,7 +255,11 @@ def _between(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     cache = values.get("cache", {})
     if cache.get("kv_memory") is not None and cache.get("kv_tokens") is not None:
         problems.append("cache.kv_memory and cache.kv_tokens: give one of them, not both")
-    for section, field in (("model", "chat_template"), ("parallel", "placement")):
+    for section, field in (
+        ("model", "chat_template"),
+        ("model", "kernel_table"),
+        ("parallel", "placement"),
+    ):
         file = values.get(section, {}).get(field)
         if file is not None and not Path(file).is_file():
             problems.append(f"{section}.{field}={str(file)!r}: no such file")

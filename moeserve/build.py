@@ -162,6 +162,9 @@ def build_engine(
         agree_on_problems(group, ledger.exceeded())
         engine.info["memory_plan"] = ledger.report()
         engine.info["graphs"] = None if runner.graphs is None else runner.graphs.report()
+    engine.info["kernel_choices"] = choices = list(getattr(start.kernels.kernels, "choices", ()))
+    if config.model.kernel_table is not None:
+        start.notes += [f"kernels: {line}" for line in choices]
     if group.rank == 0 and not config.engine.quiet:
         for note in start.notes:
             say(note)

@@ -77,6 +77,8 @@ class ModelSection(Section):
     served_name: str = ""  # name in /v1/models; empty: the checkpoint folder's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the checkpoint's, bf16 for FP8
     kernels: Literal["auto", "native", "torch", "triton"] = "auto"
+    # Who won at which shape, of libraries and our GPU kernels (`moeserve bench kernels --winners`)
+    kernel_table: Path | None = None
     # FP8 blocks in memory: kept, or brought to dtype; the same results (auto: whichever is faster)
     weights: Literal["auto", "fp8", "dequantised"] = "auto"
     mtp: bool = True  # load the MTP layer where the checkpoint has one
@@ -226,6 +228,12 @@ class ServeConfig(Section):
             problems += [_problem(cls, e) for e in error.errors()]
         else:
             problems += _unused(config.rebalance)
+            if config.model.kernel_table is not None and config.engine.deterministic:
+                problems.append(
+                    f"model.kernel_table={str(config.model.kernel_table)!r}: not used while "
+                    "engine.deterministic is on, where bits may not depend on who was faster; "
+                    "turn that off or leave this out"
+                )
             if config.speculate.rule != "same" and read_speculate(config.speculate.method).is_off:
                 problems.append(
                     f"speculate.rule={config.speculate.rule!r}: not used while speculate.method is "

@@ -23,7 +23,7 @@ from ep.presets import PRESETS
 from models.deepseek.checkpoint import preflight
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError
-from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.errors import KernelsUnavailable, KernelTableError
 from models.deepseek.kernels.select import KernelChoice, create_kernels, fitting
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
@@ -43,6 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOCAL = (
     "model.checkpoint",
     "model.chat_template",
+    "model.kernel_table",
     "speculate.method",
     "parallel.placement",
     "parallel.interface",
@@ -220,7 +221,10 @@ def _kernels(
     if device is None:  # what runs there cannot be said
         return None
     try:
-        return create_kernels(config.model.kernels, device.device)
+        return create_kernels(config.model.kernels, device.device, config.model.kernel_table)
+    except KernelTableError as error:  # names the file
+        problems.append(f"model.kernel_table={error}")
+        return None
     except Exception as error:  # a broken compiler may raise anything
         problems.append(f"model.kernels={config.model.kernels!r}: {error}")
         return None

@@ -151,9 +151,13 @@ def test_settings_that_exclude_each_other(folder):
     assert any("not both" in line for line in found)
 
 
-@pytest.mark.parametrize("section, field", [("model", "chat_template"), ("parallel", "placement")])
+@pytest.mark.parametrize(
+    "section, field",
+    [("model", "chat_template"), ("model", "kernel_table"), ("parallel", "placement")],
+)
 def test_files_named_by_settings_must_exist(folder, section, field):
-    found = problems(folder, **{section: {field: "/gone/file"}})
+    given = {section: {field: "/gone/file"}} | {"engine": {"deterministic": "false"}}
+    found = problems(folder, **given)
     assert any(f"{section}.{field}='/gone/file'" in line for line in found)
 
 

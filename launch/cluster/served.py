@@ -148,6 +148,7 @@ def _without(words: Sequence[str], option: str) -> list[str]:
 def _files(flags: dict[str, dict[str, Any]]) -> list[Path | None]:
     named = (
         flags.get("model", {}).get("chat_template"),
+        flags.get("model", {}).get("kernel_table"),
         flags.get("parallel", {}).get("placement"),
     )
     return [Path(x) if x is not None else None for x in named]

@@ -5,12 +5,13 @@ Knows the names; each implementation is imported inside its own factory.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from models.deepseek.kernels.base import Kernels, MlaShape
-from models.deepseek.kernels.errors import KernelsUnavailable
+from models.deepseek.kernels.errors import KernelsUnavailable, KernelTableError
 
 NAMES = ("auto", "native", "torch", "triton")
 
@@ -27,17 +28,22 @@ class KernelChoice(NamedTuple):
         return f"{self.kernels.name} {getattr(self.kernels, 'build', '')}".strip()
 
 
-def create_kernels(name: str = "auto", device: torch.device | str = "cpu") -> KernelChoice:
+def create_kernels(
+    name: str = "auto", device: torch.device | str = "cpu", table: Path | None = None
+) -> KernelChoice:
     """auto: on a CPU native when it builds on this machine, else torch; on CUDA triton.
 
-    device: where the model will be. Raises ValueError for an unknown name, KernelsUnavailable when
+    device: where the model will be. table: which implementation won at which shape, for triton in
+    fast mode. Raises ValueError for an unknown name, KernelTableError, KernelsUnavailable when
     what is asked for cannot be had, or not there.
     """
     if name not in NAMES:
         raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")
     on_cpu = torch.device(device).type == "cpu"
     if name == "triton" or (name == "auto" and not on_cpu):
-        return _triton(None if on_cpu else device)
+        return _triton(None if on_cpu else device, table)
+    if table is not None:
+        raise KernelTableError(f"{table}: a table of kernels is for triton kernels, on GPUs")
     if not on_cpu:
         raise KernelsUnavailable(f"kernels={name} runs on cpu, not on {device}; kernels=triton can")
     if name == "torch":
@@ -83,11 +89,17 @@ def _native() -> KernelChoice:
     return KernelChoice(kernels, f"kernels: native ({kernels.description})")
 
 
-def _triton(device: torch.device | str | None) -> KernelChoice:
+def _triton(device: torch.device | str | None, table: Path | None) -> KernelChoice:
     """device None: the current CUDA device (in triton's interpreter: cpu)."""
     try:
         from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
     except ImportError as error:
         raise KernelsUnavailable(f"triton kernels cannot be imported: {error}") from error
+    if table is not None:
+        from models.deepseek.kernels.gpu.kernel_table import kernels_by_table
+
+        kernels = kernels_by_table(table, device)
+        words = f"{kernels.description}; libraries where {table.name} has them as winners"
+        return KernelChoice(kernels, f"kernels: triton ({words})")
     kernels = TritonKernels(device)
     return KernelChoice(kernels, f"kernels: triton ({kernels.description})")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu.bench.run import OURS, Row
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
@@ -31,7 +32,7 @@ FORMAT = "moeserve kernel winners 1"
 EXACT = ("heads", "fp8", "experts")  # what is another problem, not another size
 
 
-class WinnersUnreadable(ValueError):
+class WinnersUnreadable(KernelTableError):
     """A file that holds no table of winners, and why."""
 
 
@@ -100,16 +101,30 @@ class Winners:
         except (OSError, ValueError) as error:
             raise WinnersUnreadable(f"{path}: {error}") from None
         held = held.get("winners_table", held) if isinstance(held, dict) else {}
+        held = held if isinstance(held, dict) else {}
         if held.get("format") != FORMAT:
             raise WinnersUnreadable(
                 f"{path}: format={held.get('format')!r}: must be {FORMAT!r}, as `moeserve bench "
                 "kernels --device cuda --winners FILE` writes it"
             )
-        of = {
-            kernel: [Winner(w["key"], w["name"], w["seconds"]) for w in all_]
-            for kernel, all_ in held["winners"].items()
-        }
-        return cls(held["device"], of)
+        try:
+            of = {
+                str(kernel): [
+                    Winner(
+                        {str(n): int(v) for n, v in w["key"].items()},
+                        str(w["name"]),
+                        {str(n): float(t) for n, t in w["seconds"].items()},
+                    )
+                    for w in all_
+                ]
+                for kernel, all_ in held["winners"].items()
+            }
+            return cls(str(held["device"]), of)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WinnersUnreadable(
+                f"{path}: not whole: {type(error).__name__}: {error}; each of `winners` has key, "
+                "name and seconds"
+            ) from None
 
 
 def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:

@@ -1,0 +1,137 @@
+"""A table of who won as a setting: read, refused in words, and what it puts before our kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.deepseek.kernels.errors import KernelTableError
+from models.deepseek.kernels.gpu import triton_kernels
+from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.bench.winners import Winners
+from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem
+from models.deepseek.kernels.gpu.gemm_choice import FAMILIES, Gemms
+from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
+from models.deepseek.kernels.select import create_kernels
+from moeserve.config import ServeConfig
+from moeserve.errors import ConfigError
+
+
+def row(kernel: str, deep: float, **key: int) -> Row:
+    return Row(
+        kernel, str(key), key, "memory", 1.0, 1, 1, ours=2.0,
+        rivals={"deep_gemm": deep, "torch bf16": 0.1}, differences={"deep_gemm": 0.001},
+    )  # fmt: skip
+
+
+def table(device: str) -> Winners:
+    rows = [
+        row("fp8_gemm", 3.0, rows=1, columns=7168, width=2048),
+        row("fp8_gemm", 1.0, rows=4096, columns=7168, width=2048),
+        row("grouped_masked", 1.0, experts=8, rows=32, columns=4096, width=7168),
+    ]
+    return Winners.from_rows(device, rows)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "HAVE_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H200")
+
+
+def test_a_table_puts_libraries_before_ours(h200: None, tmp_path: Path) -> None:
+    file = tmp_path / "winners.json"
+    table("H200").save(file)
+    choice = create_kernels("triton", "cuda", file)
+    assert choice.reason == (
+        f"kernels: triton ({choice.kernels.description}; libraries where winners.json has them as "  # type: ignore[attr-defined]
+        "winners)"
+    )
+    kernels = choice.kernels
+    assert isinstance(kernels, TritonKernels)
+    assert [b.name for b in kernels._backends] == ["fastest", OURS]
+    assert kernels._graphs  # who plans on the host each step is left out
+    assert isinstance(create_kernels("triton", "cuda").kernels, TritonKernels)
+    assert len(create_kernels("triton", "cuda").kernels._backends) == 1  # type: ignore[attr-defined]
+
+
+def test_every_form_of_product_is_asked_for_by_the_name_it_is_measured_by() -> None:
+    held = table("H200")
+    assert held.pick(FAMILIES["dense"], ["deep_gemm"], rows=8192, columns=7168, width=2048)
+    size = {"columns": 7168, "width": 2048}
+    assert held.pick(FAMILIES["dense"], ["deep_gemm"], rows=2, **size) == OURS
+    assert held.pick(FAMILIES["dense"], ["deep_gemm"], rows=4000, **size) == "deep_gemm"
+    assert held.pick(FAMILIES["dense"], [], rows=4000, **size) == OURS  # not here
+    size = {"columns": 4096, "width": 7168, "rows": 30}
+    assert held.pick(FAMILIES["masked"], ["deep_gemm"], experts=8, **size) == "deep_gemm"
+    assert held.pick(FAMILIES["masked"], ["deep_gemm"], experts=2, **size) is None
+    assert held.pick(FAMILIES["contiguous"], ["deep_gemm"], experts=8, **size) is None
+
+
+def test_a_product_goes_to_who_won(h200: None) -> None:
+    class Library:
+        name = "deep_gemm"
+        dense = contiguous = masked = staticmethod(lambda *args, **more: args[0])
+
+        def refusal(self, problem: GemmProblem) -> str | None:
+            return None if problem.form == "dense" else "no"
+
+    gemms = Gemms(90, [Library()], table("H200"))
+    a, b = torch.zeros(4000, 2048), torch.zeros(7168, 2048)
+    assert gemms.dense(a, a, b, b) is a
+    assert gemms.choices == ("fp8 gemm, dense 7168 x 2048, 4096 rows or fewer: deep_gemm won",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "format=None"),
+        ('{"format": "other"}', "format='other'"),
+        ('{"winners_table": 3}', "format=None"),
+        ('{"format": "moeserve kernel winners 1"}', "not whole: KeyError: 'winners'"),
+        (
+            '{"format": "moeserve kernel winners 1", "device": "H200", "winners": {"x": [{}]}}',
+            "not whole: KeyError: 'key'",
+        ),
+        (
+            '{"format": "moeserve kernel winners 1", "device": "H200", "winners": {"x": '
+            '[{"key": {"rows": "many"}, "name": "y", "seconds": {}}]}}',
+            "not whole: ValueError",
+        ),
+        ('{"format": "moeserve kernel winners 1", "device": "x", "winners": []}', "not whole"),
+    ],
+)
+def test_a_bad_file_is_named(h200: None, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(KernelTableError, match="bad.json") as caught:
+        create_kernels("triton", "cuda", file)
+    assert said in str(caught.value)
+
+
+def test_another_devices_table_is_refused(h200: None, tmp_path: Path) -> None:
+    file = tmp_path / "winners.json"
+    file.write_text(json.dumps({"winners_table": table("B200").as_json()}))
+    with pytest.raises(KernelTableError, match="measured on B200, this is H200"):
+        create_kernels("triton", "cuda", file)
+    with pytest.raises(KernelTableError, match="No such file"):
+        create_kernels("triton", "cuda", tmp_path / "gone.json")
+
+
+def test_kernels_of_cpus_have_no_table(tmp_path: Path) -> None:
+    with pytest.raises(KernelTableError, match="on GPUs"):
+        create_kernels("torch", "cpu", tmp_path / "x.json")
+
+
+def test_in_deterministic_mode_there_is_none(tmp_path: Path) -> None:
+    given = {"checkpoint": str(tmp_path), "kernel_table": "x.json"}
+    with pytest.raises(ConfigError, match="model.kernel_table='x.json': not used while engine"):
+        ServeConfig.load(None, {"model": given})
+    config = ServeConfig.load(None, {"model": given, "engine": {"deterministic": False}})
+    assert config.model.kernel_table == Path("x.json")
