@@ -23,6 +23,7 @@ from moeserve.device.ladder import ladder, padded_share, rung
 from moeserve.device.opening import no_graphs, open_graphs
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
+from moeserve.errors import EngineFailed
 from moeserve.request import Request, SamplingParams
 
 SINGLE = EPGroup.single()
@@ -156,6 +157,16 @@ def test_what_cannot_be_captured_is_named_and_the_rest_is_used(folder: Path) -> 
     assert "of 4 rows are not captured" in note and "not permitted when stream is capturing" in note
     assert shown == [(4, 0, 3), (2, 1, 3), (1, 2, 3), (0, 3, 3)]
     assert graphs.rung(3, True) is None and graphs.rung(2, True) == 2
+
+
+def test_a_warm_up_that_fails_among_ranks_ends_the_start(folder: Path) -> None:
+    graphs = small_graphs(folder, ReplayedApi())
+    graphs._set_bound = lambda rows: 1 // 0
+    graphs.capture_all()
+    assert graphs.rungs == () and "ZeroDivisionError" in graphs.notes[0]
+    graphs._collective = True
+    with pytest.raises(EngineFailed, match="warming up a step of 4 rows: ZeroDivisionError"):
+        graphs.capture_all()
 
 
 def test_the_budget_is_held(folder: Path) -> None:

@@ -148,10 +148,11 @@ class ReplayedApi:
     def capture(self, body: Body) -> Graph:
         number, self.num_captures = self.num_captures, self.num_captures + 1
         self.calls.append("capture")
+        outputs = list(body())
         if number in self.refuse:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.free -= self.each
-        return _ReplayedGraph(self, body, list(body()))
+        return _ReplayedGraph(self, body, outputs)
 
     def free_bytes(self) -> int:
         return self.free

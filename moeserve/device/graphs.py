@@ -25,7 +25,7 @@ from models.interface import ForwardBatch, ForwardOutput, PagedKVCache, StepObse
 from moeserve.device.api import DeviceApi, Event, Graph
 from moeserve.device.ladder import rung
 from moeserve.device.staging import Pack
-from moeserve.errors import one_line
+from moeserve.errors import EngineFailed, one_line
 
 DEFAULT_MEMORY = 2 << 30
 MAX_SECONDS = 180.0
@@ -128,10 +128,12 @@ class StepGraphs:
         rungs: Sequence[int],
         max_len: int,
         set_bound: Callable[[int], None] = lambda rows: None,
+        collective: bool = False,
     ) -> None:
-        """set_bound: tells the dispatcher that a decode step of so many rows follows."""
+        """set_bound: tells the dispatcher that a decode step of so many rows follows. collective:
+        peers are in the warm-up's exchanges: where it fails nothing can follow."""
         self._model, self._cache, self._api = model, cache, api
-        self._max_len, self._set_bound = max_len, set_bound
+        self._max_len, self._set_bound, self._collective = max_len, set_bound, collective
         self.wanted = tuple(rungs)
         self.rungs: tuple[int, ...] = ()  # those that all ranks have, ascending
         self._held: dict[int, _Captured] = {}
@@ -177,6 +179,8 @@ class StepGraphs:
         """Why this rung cannot be captured; None: it is."""
         try:
             self._held[size] = self._capture(size)
+        except EngineFailed:
+            raise
         except Exception as error:  # whatever a kernel or library raises that may not be captured
             return one_line(error)
         return None
@@ -194,8 +198,15 @@ class StepGraphs:
             picks = [torch.stack(observer.ids)] if observer.ids else []
             return [out.hidden, out.logits, *picks]
 
-        for _ in range(WARM_UPS):
-            self._api.warm_up(body)
+        try:
+            for _ in range(WARM_UPS):
+                self._api.warm_up(body)
+        except Exception as error:
+            if self._collective:
+                raise EngineFailed(
+                    f"warming up a step of {size} rows: {one_line(error)}"
+                ) from error
+            raise
         graph = self._api.capture(body)
         return _Captured(inputs, graph, observers[-1].layers, self._placement)
 

@@ -128,8 +128,9 @@ def open_graphs(
 
     device = runner.cache.layers[0].device
     graphs = StepGraphs(
-        runner.model, runner.cache, api or CudaApi(device), ladder(rows), max_len, set_bound
-    )
+        runner.model, runner.cache, api or CudaApi(device), ladder(rows), max_len, set_bound,
+        collective=group.size > 1,
+    )  # fmt: skip
     graphs.capture_all(
         Budget(memory=graph_memory(config)), progress, lambda ok: bool(agree_min(group, int(ok)))
     )
