@@ -364,8 +364,9 @@ def run_kernels(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict
 
 
 def run_engine(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
-    from launch.bench.engine_gpu import EngineSizes, cut_config, measure_engine, tiny_config
+    from launch.bench.engine_gpu import cut_config, measure_engine, tiny_config
     from launch.bench.engine_gpu_show import lines, show_engine
+    from launch.bench.engine_gpu_steps import EngineSizes
     from launch.bench.kernels_gpu import device_name
     from launch.bench.steps import StepProgress
     from models.deepseek.kernels.gpu.bench.clock import make_clock

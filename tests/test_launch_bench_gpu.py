@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,26 +12,30 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import CUDA, UnlaunchedKernels, fake_cuda, move
 from typer.testing import CliRunner
 
 from launch.bench import kernels_gpu
 from launch.bench.device_trace import Span, busy_seconds, by_kernel, device_spans, spans_of
 from launch.bench.engine_gpu import (
     EngineReport,
-    EngineRow,
-    EngineSizes,
+    capture_steps,
     cut_config,
     measure_engine,
+    open_engine,
     tiny_config,
     with_prediction,
 )
 from launch.bench.engine_gpu_show import show_engine
+from launch.bench.engine_gpu_steps import EngineRow, EngineSizes, TimedSteps
 from launch.bench.kernels_gpu import KernelReport, measure_kernels, show, summary
 from models.deepseek.fp8 import dequantise_weight
 from models.deepseek.kernels.gpu.bench.limits import Limits
 from models.deepseek.kernels.gpu.bench.run import Measured, Row
 from models.deepseek.kernels.gpu.bench.sizes import TINY
 from models.deepseek.kernels.gpu.bench.winners import Winners
+from models.deepseek.kernels.gpu.launches import uncovered
+from models.deepseek.kernels.gpu.registry import all_cases
 from models.deepseek.kernels.gpu.step_cost import Rates
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.random_weights import RandomWeights
@@ -133,10 +139,10 @@ def report() -> EngineReport:
     )
 
 
-def test_an_engine_is_measured_in_both_modes(report: EngineReport) -> None:
+def test_an_engine_is_measured_in_all_modes(report: EngineReport) -> None:
     assert not report.failed and not report.left
     found = {(r.mode, r.what): r for r in report.rows}
-    assert len(found) == len(report.rows) == 4
+    assert len(found) == len(report.rows) == 6
     for (_, what), r in found.items():
         assert r.tokens_per_second > 0 and r.predicted > 0 and r.launches > 50
         assert r.replayed is (what == "decode")
@@ -157,21 +163,57 @@ def test_an_engine_is_shown(report: EngineReport, capsys) -> None:
 def test_what_fails_or_comes_late_is_told() -> None:
     kernels = create_kernels("torch").kernels
     late = measure_engine(tiny_config(), kernels, CPU, LIMITS, EngineSizes.tiny(), -1.0)
-    assert late.rows == [] and len(late.left) == 5
+    assert late.rows == [] and len(late.left) == 7
 
     def broken(device: torch.device, call: Any) -> tuple[list[Span], str]:
         raise RuntimeError("device lost\nmore")
 
     sizes = replace(EngineSizes.tiny(), batches=((1, 8),), prompts=())
     done = measure_engine(tiny_config(), kernels, CPU, LIMITS, sizes, 600, trace=broken)
-    assert [r.error for r in done.failed] == ["RuntimeError: device lost"] * 2
+    assert [r.error for r in done.failed] == ["RuntimeError: device lost"] * 3
     assert done.rows == done.failed
 
     def no_graphs() -> ReplayedApi:
         raise RuntimeError("no driver")
 
     done = measure_engine(tiny_config(), kernels, CPU, LIMITS, sizes, 600, graphs=no_graphs)
-    assert [(r.what, r.error) for r in done.rows] == [("open", "RuntimeError: no driver")] * 2
+    assert [(r.what, r.error) for r in done.rows] == [("open", "RuntimeError: no driver")] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
+@pytest.mark.parametrize("mode", ["fast", "ahead", "deterministic"])
+def test_an_engine_is_walked_on_a_device_that_is_not_there(mode: str) -> None:
+    """Built on a CPU and moved: tensors are fake, kernels are written down, not launched. (Prompts
+    are so short that attention never goes by heads: that asks the device for lengths.)"""
+    config = replace(
+        cut_config(2, 1), hidden_size=512, intermediate_size=512, moe_intermediate_size=256,
+        num_attention_heads=16, q_lora_rank=256, n_routed_experts=16, vocab_size=512,
+    )  # fmt: skip
+    sizes = EngineSizes(((1, 40), (3, 50)), ((1, 100),), token_budget=100, steps=2, traced=1)
+    kernels = UnlaunchedKernels(CPU)
+    weights = RandomWeights(config, kernels, CPU).make()
+    notes: list[str] = []
+
+    def trace(device: torch.device, call: Any) -> tuple[list[Span], str]:
+        call()
+        return [], "no"
+
+    engine = open_engine(config, weights, kernels, sizes, mode, notes)
+    with warnings.catch_warnings(), fake_cuda() as fake, torch.inference_mode():
+        warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
+        runner = engine.runner
+        move(runner.model)
+        runner.cache = runner.model.cache_spec.allocate(sizes.num_blocks, sizes.block, CUDA)
+        capture_steps(engine, sizes, ReplayedApi(CUDA), notes)
+        assert notes[0].startswith("captured decode steps, rows: 1, 3, in") and len(notes) == 1
+        timed = TimedSteps(engine, CUDA, trace)
+        row = timed.decode(3, 50, sizes)
+        assert row.replayed and row.note == "no"
+        assert timed.prefill(1, 100, sizes).tokens_per_second > 0
+        assert uncovered(fake.launches, all_cases()) == []
+        assert {str(d) for launch in fake.launches for d in launch.devices} == {"cuda:0"}
+        names = {launch.name for launch in fake.launches}
+    assert {"mla_decode_kernel", "grouped_gemm_kernel", "fp8_gemm_kernel"} <= names
 
 
 def test_a_prediction_grows_with_the_load() -> None:

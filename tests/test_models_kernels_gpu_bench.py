@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import CUDA, fake_cuda
 
 from models.deepseek.kernels.gpu.bench.clock import CudaClock, HostClock
 from models.deepseek.kernels.gpu.bench.limits import Limits, measure_limits
 from models.deepseek.kernels.gpu.bench.rivals import DeepGemm
-from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
+from models.deepseek.kernels.gpu.bench.sizes import V3
 from models.deepseek.kernels.gpu.bench.winners import (
     FastestMla,
     Winners,
@@ -22,8 +26,10 @@ from models.deepseek.kernels.gpu.bench.winners import (
 )
 from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.launches import uncovered
 from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, DecodePlan
+from models.deepseek.kernels.gpu.registry import all_cases as compiled_cases
 
 CPU = torch.device("cpu")
 
@@ -201,3 +207,20 @@ def test_every_kernel_has_a_check_on_a_device() -> None:
     parent = [f"from {HOME} import {name} " for name in MODULES]
     found = [a in text or b in text for a, b in zip(named, parent, strict=True)]
     assert [name for name, there in zip(MODULES, found, strict=True) if not there] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
+def test_every_shape_of_v3_is_walked_on_a_device_that_is_not_there() -> None:
+    """Made, launched and beside torch, with fake tensors: no shape is refused, nothing waits for
+    the device (so it can be captured), and no launch has types that nobody compiles."""
+    with warnings.catch_warnings(), fake_cuda() as fake, torch.inference_mode():
+        warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
+        for case in all_cases(V3, CUDA):
+            prepared = case.make()
+            fake.waits.clear()
+            prepared.ours()
+            assert fake.waits == [], case.name
+            for call in prepared.rivals.values():
+                call()
+        assert uncovered(fake.launches, compiled_cases()) == []
+        assert {str(d) for launch in fake.launches for d in launch.devices} == {"cuda:0"}

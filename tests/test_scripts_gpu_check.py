@@ -136,7 +136,9 @@ def test_a_walk_goes_through_kernels_and_engine(check, monkeypatch, tmp_path, ca
     assert held["kernels"]["not_measured"], "the budget of a walk ends it"
     rows = held["engine"]["rows"]
     assert {(r["mode"], r["what"]) for r in rows} == {
-        (mode, what) for mode in ("fast", "deterministic") for what in ("decode", "prefill")
+        (mode, what)
+        for mode in ("fast", "ahead", "deterministic")
+        for what in ("decode", "prefill")
     }
     assert all(r["tokens_per_second"] > 0 and not r["error"] for r in rows)
     out = capfd.readouterr().out

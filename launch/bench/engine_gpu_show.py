@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.bench.engine_gpu import EngineReport, EngineRow
+from launch.bench.engine_gpu import EngineReport
+from launch.bench.engine_gpu_steps import EngineRow
 from launch.bench.screen import wide_console
 
 MOST_PARTS = 10

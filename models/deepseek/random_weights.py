@@ -30,7 +30,7 @@ CODE_MASK, CODE_SIZE = 0xBF, 0.62
 
 class RandomWeights:
     """Single use: `RandomWeights(...).make()`. fp8: linears and experts in e4m3. keep_kv_b: as
-    in the loader. MTP layers are left out."""
+    in the loader. seed None: torch's own numbers. MTP layers are left out."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class RandomWeights:
         dtype: torch.dtype = torch.bfloat16,
         fp8: bool = True,
         keep_kv_b: bool = True,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         self.config, self.kernels, self.device, self.dtype = config, kernels, device, dtype
         self.fp8, self.keep_kv_b = fp8, keep_kv_b
-        self._random = torch.Generator(device).manual_seed(seed)
+        self._random = None if seed is None else torch.Generator(device).manual_seed(seed)
 
     def make(self) -> ModelWeights:
         c = self.config
