@@ -10,10 +10,11 @@ rate of the last agreement as the worth of time this is Dinkelbach's method for 
 iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
 
 A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
-shake. Where drafts were given up soon, more is asked of the next attempt and trials come later and
-later, until the load has halved. At depth 0 nothing is measured: every PROBE steps depth 1 is tried
-for PROBE_STEPS, and only every LOOK steps anything is offered. It is where all begins, until the
-costs are known.
+shake. All begins with a trial: TRIAL steps at depth 1, then REST at depth 0, then what was measured
+decides. At depth 0 a trial follows every PROBE steps; one without hope ends early, one that is
+nearly worth it goes on. Where drafts were given up soon, more is asked of the next attempt and
+trials come later and later, until the load has halved. Where drafts pay a little only, a rest every
+PROBE steps measures what none would cost. Looking is not free: it is done every few steps.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -35,10 +36,13 @@ MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
 LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
-PROBE, PROBE_STEPS = 256, 2
-LOOK = 8
-FEW, HOLD_BEFORE = 4, 16
-SOON, DOUBT, MOST_LOSSES = 64, 0.04, 5
+PROBE, TRIAL, REST = 256, 8, 4
+HOPELESS, SURE = 0.85, 4  # of the speed without drafts, after so many steps: a trial ends
+NEARLY, MOST_TRIALS = 0.93, 4  # of the same: a trial that gets there goes on, so often in all
+DOUBTFUL = 1.25
+LOOK, LOOK_ON = 8, 4  # steps from look to look at depth 0, and above
+HOLD_BEFORE = 16
+SOON, DOUBT, MOST_LOSSES = 64, 0.02, 5
 
 Counts = NDArray[np.int64]
 
@@ -107,7 +111,7 @@ def rate_at(offers: Seq[Offer], costs: Costs, depth: int) -> float:
 
 
 class AdaptiveDepth:
-    """State of the agreement, the same on every rank: it changes by `agree` alone."""
+    """State of the agreement, the same on every rank: it changes by `agree` and `pass_by` alone."""
 
     def __init__(self, max_depth: int) -> None:
         assert max_depth >= 1
@@ -115,9 +119,14 @@ class AdaptiveDepth:
         self.depth = 0
         self.threshold = 0.0
         self.predicted = 1.0  # tokens a second at this depth over those at 0
-        self._since = HOLD  # steps since the depth changed
-        self._off = PROBE - 1  # steps at depth 0: the first step tries
-        self._probing = 0
+        self._since = 0  # steps since the depth changed
+        self._on = 0  # steps since drafting began, rests included; 0 where it is off
+        self._off = PROBE - 1  # steps since it was off or last rested: the first step tries
+        self._trial = 0  # steps left of a trial, at depth 1
+        self._trials = 0  # of this attempt
+        self._rest = 0  # steps left of a rest, at depth 0
+        self._back = 0  # the depth before it
+        self._is_new = True  # nothing was decided yet
         self._losses = 0  # times in a row that drafts were given up soon
         self._lost_at = 0  # rows of the step without drafts then
 
@@ -127,7 +136,7 @@ class AdaptiveDepth:
 
     def allot(self, reach: Doubles, room: Counts, most: int) -> Counts:
         """[S] drafts a sequence at the agreed depth; call it with what was offered."""
-        threshold = 0.0 if self._probing else self.threshold
+        threshold = 0.0 if self._trial else self.threshold
         return allot(reach[:, : self.max_depth], room, self.depth, threshold, most)
 
     def agree(self, offers: Seq[Offer], costs: Costs) -> int:
@@ -141,69 +150,144 @@ class AdaptiveDepth:
     def agree_on(self, tokens: Counts, rows: Counts, costs: Costs) -> int:
         """The same of all ranks' offers together, where somebody decodes: tokens [K + 1] the sum
         of what they expect, rows [K + 1] the most of any."""
-        if not costs.is_known:
-            self._move(1)  # learn what a token and a round cost
-            return self.depth
         rates = [
             expected / MILLIONTHS / max(costs.step(most, depth), 1)
             for depth, (expected, most) in enumerate(
                 zip(tokens.tolist(), rows.tolist(), strict=True)
             )
         ]
-        best = max(range(len(rates)), key=lambda d: (rates[d], -d))
-        before, lasted = self.depth, self._since
-        if 2 * int(rows[0]) <= self._lost_at:
+        num_rows = int(rows[0])
+        if 2 * num_rows <= self._lost_at:
             self._losses = self._lost_at = 0  # another load than the one where they did not pay
-        self._since += 1
-        if self._probing:
-            self._probing -= 1
-            if not self._probing:  # what was learned decides, without a wait
-                self._move(best if rates[best] > rates[0] * MARGIN else 0)
-        elif best != self.depth and self._since >= HOLD:
-            # Back to less is as good as forward to more: both must be worth it. But a depth that
-            # loses against none is left at once.
-            loses = rates[self.depth] * LEAST < rates[0]
-            margin = MARGIN if self.depth else MARGIN + DOUBT * self._losses
-            if loses or rates[best] > rates[self.depth] * margin:
-                self._move(best)
-        if before and not self.depth:
-            self._losses = min(self._losses + 1, MOST_LOSSES) if lasted < SOON else 1
-            self._lost_at = int(rows[0])
-        if self.depth == 0:
-            self._off += 1
-            if self._off >= self._wait:
-                self._move(1)
-                self._probing, self._off = PROBE_STEPS, 0
+        self._count()
+        if self._trial:
+            self._go_on_trying(rates, num_rows, costs.is_known)
+        elif self._rest:
+            self._rest -= 1
+            if not self._rest:
+                self._end_rest(rates, num_rows, costs.is_known)
+        elif costs.is_known and self._since >= HOLD:
+            self._choose(rates)
+        if not (self._trial or self._rest):
+            if not self.depth and self._off >= self._wait:
+                self._trials = 0
+                self._try()
+            elif self.depth and self._off >= PROBE and self.predicted < DOUBTFUL:
+                self._pause()
         self.predicted = rates[self.depth] / rates[0] if rates[0] > 0 else 1.0
         self.threshold = costs.a_token * rates[self.depth]
         return self.depth
 
     @property
     def looks(self) -> bool:
-        """Whether the ranks offer anything this time: at depth 0 only now and then."""
-        return self.depth > 0 or self._off % LOOK == 0 or self._off + 1 >= self._wait
+        """Whether the ranks offer anything this time: where it may change something."""
+        if self._trial:
+            return self._is_new or self._trial <= TRIAL - SURE
+        if self._rest:
+            return self._rest == 1
+        if self.depth:
+            return self._since % LOOK_ON == 0 or self._off >= PROBE
+        return self._off % LOOK == 0 or self._off + 1 >= self._wait
 
-    def holds(self, num: int) -> bool:
-        """Whether a rank keeps what drafters want of num sequences, at depth 0: always where they
-        are few, since drafts may soon pay again; else before a trial."""
-        return num <= FEW or self._off + HOLD_BEFORE >= self._wait
+    @property
+    def holds(self) -> bool:
+        """Whether a rank keeps what drafters want, at depth 0: before drafts, and in a rest."""
+        return self._rest > 0 or self._off + HOLD_BEFORE >= self._wait
+
+    def pass_by(self) -> int:
+        """A step in which somebody decodes and nobody looks."""
+        self._count()
+        if self._trial > 1:
+            self._trial -= 1
+        elif self._rest > 1:
+            self._rest -= 1
+        return self.depth
+
+    # -- parts ---------------------------------------------------------------------------------
 
     @property
     def _wait(self) -> int:
         """Steps at depth 0 before a trial."""
         return PROBE << max(self._losses - 1, 0)
 
-    def pass_by(self) -> int:
-        """A step in which somebody decodes and nobody looks."""
+    def _count(self) -> None:
         self._off += 1
         self._since += 1
-        return self.depth
+        if self._on:
+            self._on += 1
+
+    def _try(self) -> None:
+        self._move(1)
+        self._on = max(self._on, 1)
+        self._trial, self._trials, self._off = TRIAL, self._trials + 1, 0
+
+    def _pause(self) -> None:
+        self._back = self.depth
+        self._move(0)
+        self._rest, self._off = REST, 0
+
+    def _go_on_trying(self, rates: Seq[float], num_rows: int, is_known: bool) -> None:
+        best = _best_above_none(rates)
+        self._trial -= 1
+        ran = TRIAL - self._trial
+        if is_known and ran >= SURE and rates[best] < rates[0] * HOPELESS:
+            self._trial = 0
+        if self._trial:
+            return
+        if self._is_new and is_known:
+            self._pause()  # what does a step without drafts cost?
+        elif self._is_new:
+            self._try()  # there were prompts all the time
+        else:
+            self._decide(rates, num_rows)
+
+    def _end_rest(self, rates: Seq[float], num_rows: int, is_known: bool) -> None:
+        if self._is_new:
+            self._is_new = False
+            self._decide(rates, num_rows)
+        elif rates[self._back] * LEAST >= rates[0]:
+            self._move(self._back)
+        else:
+            self._decide(rates, num_rows)
+
+    def _decide(self, rates: Seq[float], num_rows: int) -> None:
+        """What was measured decides, without a wait."""
+        best = _best_above_none(rates)
+        if rates[best] > rates[0] * MARGIN:
+            self._move(best)
+            self._off = 0
+        elif rates[best] > rates[0] * NEARLY and self._trials < MOST_TRIALS:
+            self._try()
+        else:
+            self._give_up(num_rows)
+
+    def _choose(self, rates: Seq[float]) -> None:
+        """Back to less is as good as forward to more: both must be worth it. But a depth that loses
+        against none is left, by way of a rest."""
+        best = max(range(len(rates)), key=lambda d: (rates[d], -d))
+        loses = rates[self.depth] * LEAST < rates[0]
+        margin = MARGIN if self.depth else MARGIN + DOUBT * self._losses
+        if best == self.depth or not (loses or rates[best] > rates[self.depth] * margin):
+            return
+        if not best:
+            self._pause()  # what that costs was measured long ago
+        elif self.depth:
+            self._move(best)
+        else:
+            self._off, self._trials = self._wait, 0  # what is only estimated is tried first
+
+    def _give_up(self, num_rows: int) -> None:
+        self._losses = min(self._losses + 1, MOST_LOSSES) if self._on < SOON else 1
+        self._lost_at, self._on, self._off = num_rows, 0, 0
+        self._move(0)
 
     def _move(self, depth: int) -> None:
         if depth != self.depth:
             self.depth, self._since = depth, 0
-        if depth:
-            self._off = 0
+
+
+def _best_above_none(rates: Seq[float]) -> int:
+    return max(range(1, len(rates)), key=lambda d: (rates[d], -d))
 
 
 class FixedDepth:
@@ -214,9 +298,7 @@ class FixedDepth:
         assert depth >= 1
         self.max_depth = self.depth = depth
 
-    def holds(self, num: int) -> bool:
-        """There are no pauses."""
-        return False
+    holds = False  # there are no pauses
 
     def share(self, room: Seq[int], most: int) -> list[int]:
         """Drafts of each sequence. room: what limits and blocks allow; most: in all. Who has least

@@ -1,80 +1,110 @@
 """What a step costs: seconds of the target over n tokens, and of a round of drafting.
 
-step(n) = fixed + slope * n, fitted to the steps that were run by least squares with forgetting; a
-step far off (a page fault, a neighbour's prefill, a first call) moves the line as little as one at
-the edge of what is usual. Where all steps had about the same n there is no slope to be seen: the
-prior's share of slope to fixed is kept, so that the model never takes drafts to be free because it
-has not tried any.
+step(n) = fixed + slope * n, a line through medians: steps of about as many tokens lie together, the
+last ones of each, so that first calls, page faults and neighbours' work move nothing. Where all
+steps had about the same n there is no slope to be seen: the prior's share of slope to fixed is
+kept, and it gives way as soon as a few steps of another size were run.
 
-draft(d) = draft + d * round: the same fit over the rounds of a step, d of them; none cost nothing.
+draft(d) = draft + d * round: the same through the rounds of a step, d of them; none cost nothing.
+
+All of it is divided by the load of its time: how much longer steps take now than steps of the same
+size did before. What was measured under another load stays comparable, and only that decides.
 
 Knows: seconds and counts, in whole nanoseconds where ranks must agree. Pure: no clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isfinite
+from collections import deque
+from dataclasses import dataclass, field
+from math import exp, isfinite, log
+from statistics import median
 
-KEEP = 0.98  # weight that a step keeps with each later one: about the last 50 steps count
-USUAL = 3.0  # a step may be off by so many times the usual deviation before it is held back
-SLOPE = 0.04  # prior: one more token costs so much of a step of none
-TRUST = 0.1  # how far off the prior may well be, of a mean step
+SLOPE = 0.02  # prior: one more token costs so much of a step of none
+TRUST = 0.5  # the prior weighs as so many steps that differ by the mean of their sizes
 ROUND = 0.1  # prior: a round over a step of one token, before any was run
 ROUNDS = 3.0  # prior: a round over what drafting costs besides
+LAST = 9  # steps of a size that are kept
+FEW = 3  # of a size: fewer tell little of the load, and their median less of the size
+FADE, LEAST_WEIGHT = 0.99, 0.02  # of a size, with each step of another one
+QUICK, MOST = 0.2, 0.7  # how fast the load follows; what one step may say of it (logarithms)
+ENOUGH = 5  # steps before anything is said
 
 
-class LineFit:
-    """y = a + b * x by weighted least squares, with forgetting and a prior that says b = ratio * a.
+@dataclass
+class _Size:
+    """Steps of about the same x: the last ones, and their medians."""
 
-    The prior weighs as much as steps would that tell b to TRUST of the mean a unit of x: the more
-    the steps shake, the more of them it takes to say otherwise. In plain floats: called each step.
-    """
+    points: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LAST))
+    at: int = 0  # number of the last of them
+    x: float = 0.0
+    y: float = 0.0
 
-    __slots__ = ("_deviation", "_keep", "_n", "_ratio", "_sx", "_sxx", "_sxy", "_sy", "num_points")
+    def add(self, x: float, y: float, number: int) -> None:
+        self.points.append((x, y))
+        self.at = number
+        self.x = sum(p[0] for p in self.points) / len(self.points)
+        self.y = median(p[1] for p in self.points)
 
-    def __init__(self, ratio: float, keep: float = KEEP) -> None:
-        self._ratio, self._keep = ratio, keep
-        self._n = self._sx = self._sy = self._sxx = self._sxy = 0.0
-        self._deviation = 0.0
+
+class MedianLine:
+    """y = a + b * x through the medians of what lies together, with a prior: b = ratio * a."""
+
+    __slots__ = ("_found", "_ratio", "_sizes", "num_points")
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._sizes: dict[int, _Size] = {}
+        self._found: tuple[float, float] | None = (0.0, 0.0)
         self.num_points = 0
 
     def add(self, x: float, y: float) -> None:
         if y <= 0 or not isfinite(y):
             return
-        if self.num_points >= 3:
-            guess = self(x)
-            off = y - guess
-            bound = USUAL * max(self._deviation, 0.02 * guess)
-            self._deviation += 0.1 * (min(abs(off), bound) - self._deviation)
-            y = guess + min(max(off, -bound), bound)
-        elif self.num_points == 2:
-            self._deviation = abs(y - self(x)) / 2
-        keep = self._keep
-        self._n = self._n * keep + 1.0
-        self._sx = self._sx * keep + x
-        self._sy = self._sy * keep + y
-        self._sxx = self._sxx * keep + x * x
-        self._sxy = self._sxy * keep + x * y
         self.num_points += 1
+        self._sizes.setdefault(_key(x), _Size()).add(x, y, self.num_points)
+        self._found = None
+
+    def usual(self, x: float) -> float | None:
+        """What steps of this size took: nothing is assumed; None where there are too few."""
+        size = self._sizes.get(_key(x))
+        return size.y if size is not None and len(size.points) >= FEW else None
 
     @property
     def line(self) -> tuple[float, float]:
         """(a, b), neither below 0. Zeros before the first point."""
-        if not self._n:
-            return 0.0, 0.0
-        mean_x, mean_y = self._sx / self._n, self._sy / self._n
-        spread, common = self._sxx - self._sx * mean_x, self._sxy - self._sx * mean_y
+        if self._found is None:
+            self._found = self._fit()
+        return self._found
+
+    def _fit(self) -> tuple[float, float]:
+        n = sx = sy = 0.0
+        weights = []
+        for size in self._sizes.values():
+            fresh = max(FADE ** (self.num_points - size.at), LEAST_WEIGHT)
+            weight = fresh * len(size.points) ** 2 / LAST
+            weights.append(weight)
+            n, sx, sy = n + weight, sx + weight * size.x, sy + weight * size.y
+        mean_x, mean_y = sx / n, sy / n
+        spread = common = 0.0
+        for size, weight in zip(self._sizes.values(), weights, strict=True):
+            spread += weight * (size.x - mean_x) ** 2
+            common += weight * (size.x - mean_x) * (size.y - mean_y)
         # The prior is a slope as well, that of a line through the mean with b = ratio * a.
         prior = self._ratio * mean_y / (1 + self._ratio * mean_x)
-        weight = max(1.0, (self._deviation * (1 + mean_x) / (TRUST * mean_y)) ** 2)
-        slope = (common + weight * prior) / (spread + weight)
-        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else slope)
+        trust = TRUST * (max(mean_x, 1.0) / 2) ** 2
+        slope = max((common + trust * prior) / (spread + trust), 0.0)
+        slope = min(slope, mean_y / mean_x) if mean_x > 0 else slope
         return mean_y - slope * mean_x, slope
 
     def __call__(self, x: float) -> float:
         a, b = self.line
         return a + b * x
+
+
+def _key(x: float) -> int:
+    """Of sizes that lie together: whole numbers up to 8, then a fifth apart."""
+    return round(x) if x < 8 else 8 + int(log(x / 8) / log(1.2))
 
 
 @dataclass(frozen=True)
@@ -112,27 +142,38 @@ class Costs:
 class CostModel:
     def __init__(self, slope: float = SLOPE, round_share: float = ROUND) -> None:
         """round_share: prior, a round of drafting over a step of one token."""
-        self._step = LineFit(slope)
-        self._drafting = LineFit(ROUNDS)
+        self._step = MedianLine(slope)
+        self._drafting = MedianLine(ROUNDS)
         self._round_share = round_share
+        self._load = 0.0  # logarithm of what a step takes over what one of its size did
+        self._told: Costs | None = None
 
     def add(self, num_tokens: int, seconds: float, rounds: int = 0, drafting: float = 0.0) -> None:
         """A step of decodes: num_tokens, the most of any rank, in `seconds` without drafting, which
         took `drafting` in so many rounds. Steps with prefills tell nothing about decodes."""
-        self._step.add(float(num_tokens), seconds)
+        if seconds > 0 and isfinite(seconds):
+            usual = self._step.usual(num_tokens)
+            if usual is not None:
+                off = log(seconds / usual) - self._load
+                self._load += QUICK * min(max(off, -MOST), MOST)
+            self._step.add(num_tokens, seconds * exp(-self._load))
         if rounds > 0:
-            self._drafting.add(float(rounds), drafting)
+            self._drafting.add(rounds, drafting * exp(-self._load))
+        self._told = None
 
     @property
     def is_known(self) -> bool:
-        return self._step.num_points >= 5
+        return self._step.num_points >= ENOUGH
 
     def costs(self) -> Costs:
-        """Zeros until there is enough to go by."""
+        """Under the load of now. Zeros until there is enough to go by."""
         if not self.is_known:
             return Costs(0, 0, 0)
-        fixed, slope = self._step.line
-        a_draft, a_round = 0.0, self._round_share * (fixed + slope)
-        if self._drafting.num_points:
-            a_draft, a_round = self._drafting.line
-        return Costs(*(int(round(x * 1e9)) for x in (fixed, slope, a_round, a_draft)))
+        if self._told is None:
+            fixed, slope = self._step.line
+            a_draft, a_round = 0.0, self._round_share * (fixed + slope)
+            if self._drafting.num_points:
+                a_draft, a_round = self._drafting.line
+            unit = 1e9 * exp(self._load)
+            self._told = Costs(*(int(round(x * unit)) for x in (fixed, slope, a_round, a_draft)))
+        return self._told

@@ -87,10 +87,13 @@ class Speculator:
         num, policy = len(plan.sampled), self.policy
         if isinstance(policy, FixedDepth):
             return (num,)
-        costs = self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)
-        told = costs.numbers
-        if not num or not policy.looks:
-            return (num, *(0,) * (2 * policy.max_depth + 1), *told, 0)
+        looks = policy.looks
+        held = self._count_held(plan) if policy.depth or looks else 0
+        if not looks:
+            return (num, *(0,) * (2 * policy.max_depth + 5), held)
+        told = (self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)).numbers
+        if not num:
+            return (num, *(0,) * (2 * policy.max_depth + 1), *told, held)
         members = [plan.sequences[i] for i in plan.sampled]
         reach = self.acceptance.reaches([s.request_id for s in members])
         # The step adds a token at least, and the target one to the drafts.
@@ -99,19 +102,17 @@ class Speculator:
         rows: Seq[int] = offer.rows
         if self._fan > 1:
             rows = [num + ceil((x - num) * self._fan) for x in rows]
-        held = 0
-        if isinstance(self.drafter, MtpDrafter):
-            held = sum(self.drafter.num_held(s.request_id) for s in members)
-            if held > self._scheduler.limits.token_budget - plan.num_tokens:
-                self.drafter.drop_held()  # round 0 may be no larger than a step
-                held = 0
         return (*rows, *offer.expected, *told, held)
 
     def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
         """columns [R, num_columns]: of all ranks."""
         self._step = Agreed(max_tokens, decode_only)
-        self._max_next, self._num_held = int(columns[:, 0].max()), 0
         policy = self.policy
+        if isinstance(policy, FixedDepth):
+            self._max_next = int(columns[:, 0].max())
+            self._num_held = 0
+        else:
+            self._max_next, *_, self._num_held = columns.max(axis=0).tolist()
         if not self._max_next:
             self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
         elif isinstance(policy, FixedDepth):
@@ -121,7 +122,6 @@ class Speculator:
             tokens = columns[:, width : 2 * width].sum(axis=0)
             costs = Costs(*columns[0, 2 * width : -1].tolist())
             self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
-            self._num_held = int(columns[:, -1].max())
         else:
             self.depth = policy.pass_by()
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
@@ -141,7 +141,7 @@ class Speculator:
         plan's sequences are gone. What it raises, peers may wait for."""
         self.last_seconds = 0.0
         if not self.depth:
-            if isinstance(self.drafter, MtpDrafter) and self.policy.holds(len(plan.sampled)):
+            if isinstance(self.drafter, MtpDrafter) and self.policy.holds:
                 self.drafter.hold(self._asks(plan, hidden, result)[0])
             return
         start = time.perf_counter()
@@ -186,7 +186,8 @@ class Speculator:
     def timed(self, seconds: float) -> None:
         """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
         if self._step.decode_only:
-            rounds = self.depth if self.last_seconds else 0
+            # Round 0 with what a pause has left tells nothing about others.
+            rounds = self.depth if self.last_seconds and not self._num_held else 0
             self.costs.add(
                 self._step.max_tokens, seconds - self.last_seconds, rounds, self.last_seconds
             )
@@ -229,6 +230,17 @@ class Speculator:
         )
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _count_held(self, plan: StepPlan) -> int:
+        """Rows that a pause has left, of the plan's sequences: they come into round 0, which may be
+        no larger than a step."""
+        if not isinstance(self.drafter, MtpDrafter):
+            return 0
+        held = sum(self.drafter.num_held(s.request_id) for s in plan.sequences)
+        if held > self._scheduler.limits.token_budget - plan.num_tokens:
+            self.drafter.drop_held()
+            held = 0
+        return held
 
     def _asks(
         self, plan: StepPlan, hidden: Tensor, result: StepResult | None
