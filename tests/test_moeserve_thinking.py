@@ -155,11 +155,8 @@ def one_by_one(one: Sequence, count: int) -> tuple[list[int], list[Any]]:
     return one.tokens[one.num_prompt_tokens :], entries
 
 
-@pytest.mark.parametrize("rule", list(Rule))
 @pytest.mark.parametrize("markers", [ONE, SPELLED], ids=["one", "spelled"])
-def test_a_run_of_drafts_crosses_the_limit_at_every_offset(
-    markers: ThinkingMarkers, rule: Rule
-) -> None:
+def test_a_run_of_drafts_crosses_the_limit_at_every_offset(markers: ThinkingMarkers) -> None:
     """Drafts: what comes without a limit, what comes with it, and the latter with one wrong."""
     prompt, length, cut = (9, *markers.start), 18, 0
     for params in SAMPLINGS:
@@ -181,7 +178,7 @@ def test_a_run_of_drafts_crosses_the_limit_at_every_offset(
                         tree = chain(drafts)
                         before = one.thought
                         rows = torch.stack([model(r.tokens) for r in rows_of(one, tree)])
-                        (verdict,) = verify(rows, [one], [tree], rule)
+                        (verdict,) = verify(rows, [one], [tree])
                         assert one.thought == before and verdict.failed is None
                         run = cut_run(one, verdict.tokens)
                         assert run.reason is None or 11 in verdict.tokens
@@ -267,7 +264,9 @@ def test_llm_gives_the_same_tokens_with_every_drafter_and_depth() -> None:
     limited = [
         msgspec.structs.replace(s, max_thinking_tokens=most) for s in samplings for most in range(7)
     ]
-    prompts: Any = [[*text, start]] * len(limited)
+    # It thinks what it thought before: a prompt look-up has drafts from the first token on.
+    again = generate(BUNDLED, [[*text, start]], samplings[:1])[0].token_ids
+    prompts: Any = [[*text, start, *again, end, *text, start]] * len(limited)
     free = generate(BUNDLED, prompts[:2], samplings)
     plain = generate(BUNDLED, prompts, limited)
     for output, sampling in zip(plain, limited, strict=True):
@@ -281,7 +280,7 @@ def test_llm_gives_the_same_tokens_with_every_drafter_and_depth() -> None:
         for name in ("mtp", "ngram"):
             ran = generate(BUNDLED, prompts, limited, speculate=f"{name}:{depth}")
             assert told(ran) == told(plain), (name, depth)
-            assert sum(o.num_accepted for o in ran) > 0 or name == "ngram"
+            assert sum(o.num_accepted for o in ran) > 0 and sum(o.num_rejected for o in ran) > 0
 
 
 def test_limits_and_models_without_markers_are_refused_by_name(folder: Path) -> None:
