@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from dispatch.base import Dispatcher
 from dispatch.route import RoutingTable
 from ep.placement import ExpertPlacement, PlacementError
 from models.deepseek.config import DeepSeekConfig
-from models.deepseek.kernels.base import ExpertWeights, Kernels
+from models.deepseek.kernels.base import ExpertWeights, Kernels, LinearWeight
 from models.deepseek.mla import Attention, AttentionPlan, naive_from, plan_attention
 from models.deepseek.moe import Clock, MoE
 from models.deepseek.overlap import HalvesObserver, Stages, drain, interleave
@@ -221,14 +222,27 @@ class DeepSeekModel:
         if pending is None:
             x = k.rms_norm(residual, weights.input_norm, eps)
         else:
-            x = k.add_rms_norm(residual, pending, weights.input_norm, eps)
+            reader = weights.attention.qkv_a
+            x = _normed_for(reader, k, residual, pending, weights.input_norm, eps)
         with clock.part("attention"):
             x = self._attention(x, weights.attention, cache_layer, batch, plan)
-        x = k.add_rms_norm(residual, x, weights.post_norm, eps)
         if isinstance(weights.ffn, MlpWeights):
-            return k.mlp(x, weights.ffn.gate_up, weights.ffn.down)
+            reader = weights.ffn.gate_up
+            x = _normed_for(reader, k, residual, x, weights.post_norm, eps)
+            return k.mlp(x, reader, weights.ffn.down)
+        x = k.add_rms_norm(residual, x, weights.post_norm, eps)
         table = self._routing[weights.ffn.row]
         return (yield from self._moe.stages(x, weights.ffn, table, clock, first_row, batch.padding))
+
+
+def _normed_for(
+    reader: LinearWeight, k: Kernels, residual: Tensor, x: Tensor, norm: Tensor, eps: float
+) -> Any:
+    """add_rms_norm, handed on as `reader`, which alone sees it, wants it (base.NormsFor)."""
+    fused = getattr(k, "add_rms_norm_for", None)
+    if fused is None:
+        return k.add_rms_norm(residual, x, norm, eps)
+    return fused(residual, x, norm, eps, reader)
 
 
 def _report_other(clock: Clock, start: float) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,18 @@ class Fp8ExpertWeights(ExpertWeights, Protocol):
 
     def store_fp8(self, slot: int, gate: Fp8Rows, up: Fp8Rows, down: Fp8Rows) -> None:
         """In place of store(), which refuses; scales must be of blocks that begin with row 0."""
+        ...
+
+
+class NormsFor(Protocol):
+    """What some kernels have beside the protocol below; who lacks it is asked for add_rms_norm."""
+
+    def add_rms_norm_for(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, reader: LinearWeight
+    ) -> Any:
+        """add_rms_norm whose rows one linear alone will read: in the form that `reader` wants them,
+        which `linear`, `mlp` and `absorbed_mla` of the same kernels take for it and for no other
+        weight. It has shape, dtype and device as the norm would."""
         ...
 
 

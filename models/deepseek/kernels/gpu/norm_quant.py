@@ -165,14 +165,15 @@ def cost(
 
 def compile_cases() -> list[CompileCase]:
     cases = []
-    for width in (1536, 7168):
+    # The latent q norm has no residual; what one linear alone reads is not kept.
+    for width, fused, keeps in ((1536, False, False), (7168, True, True), (7168, True, False)):
         for packed in (False, True):
-            fused = width == 7168  # the latent q norm has no residual and no other reader
             cases.append(
                 CompileCase(
                     norm_quant_kernel,
                     "norm_quant",
                     f"{width} w{row_warps(width)} {'residual ' if fused else ''}"
+                    f"{'alone ' if fused and not keeps else ''}"
                     f"{'ue8m0' if packed else 'fp32'}",
                     {
                         "x": "*bf16",
@@ -190,7 +191,7 @@ def compile_cases() -> list[CompileCase]:
                         "width": width,
                         "BLOCKS": triton.next_power_of_2(num_blocks(width)),
                         "has_residual": fused,
-                        "keeps": fused,
+                        "keeps": keeps,
                         "ue8m0": packed,
                         "packed": packed,
                     },

@@ -9,6 +9,8 @@ Knows the kernels and the weights' layouts. Shape letters as in kernels/base.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from models.deepseek.kernels.gpu.dense import dense, dense_grouped, dense_per_he
 from models.deepseek.kernels.gpu.gate import gate
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.norm import add_rms_norm, rms_norm, silu_mul
+from models.deepseek.kernels.gpu.norm_quant import rms_norm_quantise
 from models.deepseek.kernels.gpu.permute import permute, unpermute
 from models.deepseek.kernels.gpu.quant import quantise, quantise_silu_mul
 from models.deepseek.kernels.gpu.sort_pairs import sort_pairs
@@ -29,6 +32,24 @@ from models.deepseek.kernels.gpu.weights import (
     TritonFp8LinearWeight,
     TritonLinearWeight,
 )
+
+
+@dataclass(frozen=True)
+class CodedRows:
+    """Rows [T, D] in e4m3 as `reader` alone wants them, with scales; dtype: what they were."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    reader: TritonFp8LinearWeight
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
 
 
 def foreign(weight: object) -> KernelArgumentError:
@@ -65,8 +86,12 @@ class TritonDense:
     # -- dense -----------------------------------------------------------------------------
 
     def linear(
-        self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
+        self, x: Tensor | CodedRows, weight: LinearWeight, out_dtype: torch.dtype | None = None
     ) -> Tensor:
+        if isinstance(x, CodedRows):
+            if x.reader is not weight:
+                raise KernelArgumentError("these rows were quantised for another weight")
+            return self.linear_of_codes(x.codes, x.scales, x.reader, out_dtype or x.dtype)
         if isinstance(weight, TritonLinearWeight):
             return dense(x, weight.weight, out_dtype)
         if isinstance(weight, TritonFp8LinearWeight):
@@ -89,7 +114,21 @@ class TritonDense:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return add_rms_norm(residual, x, weight, eps)
 
-    def mlp(self, x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> Tensor:
+    def add_rms_norm_for(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, reader: LinearWeight
+    ) -> Tensor | CodedRows:
+        """See base.NormsFor: of a reader in e4m3 the norm is quantised as it is computed. The sum
+        of squares has an order of its own, so a norm may differ from add_rms_norm's by a last
+        bit."""
+        if not isinstance(reader, TritonFp8LinearWeight):
+            return self.add_rms_norm(residual, x, weight, eps)
+        rows = rms_norm_quantise(
+            x if x.stride(1) == 1 else x.contiguous(), weight, eps, ScaleFormat.F32_COLUMN,
+            residual=residual, ue8m0=reader.ue8m0,
+        )  # fmt: skip
+        return CodedRows(rows.values, rows.scales, x.dtype, reader)
+
+    def mlp(self, x: Tensor | CodedRows, gate_up: LinearWeight, down: LinearWeight) -> Tensor:
         both = self.linear(x, gate_up)
         if isinstance(down, TritonFp8LinearWeight):
             codes, scales = quantise_silu_mul(both, ScaleFormat.F32_COLUMN, ue8m0=down.ue8m0)
