@@ -7,6 +7,7 @@ rates that were measured here. Knows engine, model, traces. Reads no checkpoint.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from models.deepseek.kernels.gpu.bench.limits import Limits
 
 # fast: attention by heads in prefill; ahead: that, and steps planned while the one before runs.
-MODES = ("fast", "ahead", "deterministic")
+# By what share of the budget each begins no more.
+MODES = {"fast": 0.6, "ahead": 0.8, "deterministic": 1.0}
 
 
 @dataclass(frozen=True)
@@ -172,37 +174,58 @@ def measure_engine(
     rates = Rates(limits.memory, limits.fp8, limits.bf16)
     rows: list[EngineRow] = []
     left: list[str] = []
-    for mode in MODES:
+    for mode, share in MODES.items():
+        deadline = began + share * budget
         jobs = list(_jobs(sizes, mode))
-        if time.monotonic() - began > budget:
+        if time.monotonic() > deadline:
             left += [f"{mode} {what} {n} x {length}" for what, n, length in jobs]
             continue
-        try:
+
+        def opened(mode: str = mode) -> Engine:
             api = None if graphs is None else graphs()
-            engine = open_engine(config, weights, kernels, sizes, mode, notes, api)
-        except Exception as error:  # told as a failure; the other mode may still be measured
-            rows.append(_failed(mode, "open", 0, 0, error))
-            continue
-        timed = TimedSteps(engine, device, trace)
-        for number, (what, count, length) in enumerate(jobs):
-            name = f"{mode} {what} {count} x {length}"
-            if time.monotonic() - began > budget:
-                left.append(name)
-                continue
-            progress(name, number, len(jobs))
-            try:
-                made = timed.decode if what == "decode" else timed.prefill
-                row = made(count, length, sizes)
-            except Exception as error:  # a step that fails must not hide the others
-                rows.append(_failed(mode, what, count, length, error))
-                engine.scheduler.fail_all("a step of the benchmark failed")
-                continue
-            rows.append(with_prediction(replace(row, mode=mode), config, rates))
-        engine.close()
-        del engine, timed
+            return open_engine(config, weights, kernels, sizes, mode, notes, api)
+
+        done, later = _measure_mode(mode, opened, jobs, device, sizes, deadline, trace, progress)
+        rows += [row if row.error else with_prediction(row, config, rates) for row in done]
+        left += later
+        gc.collect()  # what a mode had, its graphs too, is given back before the next one
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return EngineReport(rows, notes, left, time.monotonic() - began)
+
+
+def _measure_mode(
+    mode: str,
+    opened: Callable[[], Engine],
+    jobs: list[tuple[str, int, int]],
+    device: torch.device,
+    sizes: EngineSizes,
+    deadline: float,
+    trace: Tracer,
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[EngineRow], list[str]]:
+    """Rows, without a prediction, and what there was no time for."""
+    rows: list[EngineRow] = []
+    left: list[str] = []
+    try:
+        engine = opened()
+    except Exception as error:  # told as a failure; another mode may still be measured
+        return [_failed(mode, "open", 0, 0, error)], []
+    timed = TimedSteps(engine, device, trace)
+    for number, (what, count, length) in enumerate(jobs):
+        name = f"{mode} {what} {count} x {length}"
+        if time.monotonic() > deadline:
+            left.append(name)
+            continue
+        progress(name, number, len(jobs))
+        try:
+            made = timed.decode if what == "decode" else timed.prefill
+            rows.append(replace(made(count, length, sizes), mode=mode))
+        except Exception as error:  # a step that fails must not hide the others
+            rows.append(_failed(mode, what, count, length, error))
+            engine.scheduler.fail_all("a step of the benchmark failed")
+    engine.close()
+    return rows, left
 
 
 def _jobs(sizes: EngineSizes, mode: str) -> Iterator[tuple[str, int, int]]:
