@@ -227,7 +227,15 @@ def _memory_plan(
     )  # fmt: skip
     if ledger is None:
         return None
-    plan_kv(ledger, start.known_bytes["kv_cache"])
+    layers = start.model.num_hidden_layers
+    layers += start.model.num_mtp_layers if start.with_mtp else 0
+    a_token = layers * start.model.cache_width * start.dtype.itemsize
+    if start.speculate is not None:
+        a_token += start.speculate.cache_bytes(start.dtype.itemsize)
+    length = config.schedule.max_model_len or start.model.max_position_embeddings
+    blocks = config.schedule.max_num_sequences * -(-length // config.cache.block_size)
+    most = blocks * config.cache.block_size * a_token
+    plan_kv(ledger, start.known_bytes["kv_cache"], most)
     if group.rank == 0 and not config.engine.quiet:
         say(ledger.describe())
     short = ledger.shortage()

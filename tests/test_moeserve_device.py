@@ -108,6 +108,8 @@ def test_a_plan_is_told_and_held() -> None:
     ledger.plan({"workspace": 0})
     plan_kv(ledger, 0)
     assert ledger.planned["kv_cache"] == int(49 * GIB * 0.95)
+    plan_kv(ledger, 0, 7 * GIB)
+    assert ledger.planned["kv_cache"] == 7 * GIB
     plan_kv(ledger, 30 * GIB)
     assert ledger.describe().splitlines() == [
         "memory plan: 81.00 GiB of 100.00 free (140.00 in all)",

@@ -81,10 +81,11 @@ def in_fp8(weights: dict[str, int], model: DeepSeekConfig, itemsize: int) -> dic
     return found
 
 
-def plan_kv(ledger: MemoryLedger, given: int) -> None:
-    """given: bytes that settings say, 0: what is left."""
-    left = int((ledger.at_start - sum(ledger.planned.values())) * KV_SHARE)
-    ledger.plan({"kv_cache": given or max(left, 0)})
+def plan_kv(ledger: MemoryLedger, given: int, most: int | None = None) -> None:
+    """given: bytes that settings say, 0: what is left, up to what all sequences can use (most)."""
+    others = sum(size for kind, size in ledger.planned.items() if kind != "kv_cache")
+    left = max(int((ledger.at_start - others) * KV_SHARE), 0)
+    ledger.plan({"kv_cache": given or (left if most is None else min(left, most))})
 
 
 def no_graphs(config: ServeConfig, runner: ModelRunner, rows: int) -> str | None:
