@@ -7,4 +7,6 @@ are captured.
     staging   a step's small tensors through pinned memory in one copy
     ladder    which sizes of steps are captured (pure)
     graphs    captured decode steps
+    opening   what an engine on a GPU has beside one on a CPU
+    ahead     a step is planned while the one before it runs
 """
