@@ -220,8 +220,10 @@ def _kernels(
 ) -> KernelChoice | None:
     if device is None:  # what runs there cannot be said
         return None
+    graphs = config.engine.graphs != "off"
+    table = config.model.kernel_table
     try:
-        return create_kernels(config.model.kernels, device.device, config.model.kernel_table)
+        return create_kernels(config.model.kernels, device.device, table, graphs)
     except KernelTableError as error:  # names the file
         problems.append(f"model.kernel_table={error}")
         return None

@@ -55,6 +55,8 @@ def test_a_table_puts_libraries_before_ours(h200: None, tmp_path: Path) -> None:
     kernels = choice.kernels
     assert isinstance(kernels, TritonKernels)
     assert [b.name for b in kernels._backends] == ["fastest", OURS]
+    by_hand = create_kernels("triton", "cuda", file, graphs=False).kernels
+    assert not by_hand._graphs  # type: ignore[attr-defined]
     assert kernels._graphs  # who plans on the host each step is left out
     assert isinstance(create_kernels("triton", "cuda").kernels, TritonKernels)
     assert len(create_kernels("triton", "cuda").kernels._backends) == 1  # type: ignore[attr-defined]

@@ -29,19 +29,22 @@ class KernelChoice(NamedTuple):
 
 
 def create_kernels(
-    name: str = "auto", device: torch.device | str = "cpu", table: Path | None = None
+    name: str = "auto",
+    device: torch.device | str = "cpu",
+    table: Path | None = None,
+    graphs: bool = True,
 ) -> KernelChoice:
     """auto: on a CPU native when it builds on this machine, else torch; on CUDA triton.
 
     device: where the model will be. table: which implementation won at which shape, for triton in
-    fast mode. Raises ValueError for an unknown name, KernelTableError, KernelsUnavailable when
+    fast mode; graphs: its steps may be captured. Raises ValueError for an unknown name, KernelTableError, KernelsUnavailable when
     what is asked for cannot be had, or not there.
     """
     if name not in NAMES:
         raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")
     on_cpu = torch.device(device).type == "cpu"
     if name == "triton" or (name == "auto" and not on_cpu):
-        return _triton(None if on_cpu else device, table)
+        return _triton(None if on_cpu else device, table, graphs)
     if table is not None:
         raise KernelTableError(f"{table}: a table of kernels is for triton kernels, on GPUs")
     if not on_cpu:
@@ -89,7 +92,7 @@ def _native() -> KernelChoice:
     return KernelChoice(kernels, f"kernels: native ({kernels.description})")
 
 
-def _triton(device: torch.device | str | None, table: Path | None) -> KernelChoice:
+def _triton(device: torch.device | str | None, table: Path | None, graphs: bool) -> KernelChoice:
     """device None: the current CUDA device (in triton's interpreter: cpu)."""
     try:
         from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
@@ -98,7 +101,7 @@ def _triton(device: torch.device | str | None, table: Path | None) -> KernelChoi
     if table is not None:
         from models.deepseek.kernels.gpu.kernel_table import kernels_by_table
 
-        kernels = kernels_by_table(table, device)
+        kernels = kernels_by_table(table, device, graphs)
         words = f"{kernels.description}; libraries where {table.name} has them as winners"
         return KernelChoice(kernels, f"kernels: triton ({words})")
     kernels = TritonKernels(device)

@@ -19,8 +19,10 @@ from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
 from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
 
 
-def kernels_by_table(path: Path, device: torch.device | str | None = None) -> TritonKernels:
-    """TritonKernels that ask the table first. Steps may be captured. WinnersUnreadable for a file
+def kernels_by_table(
+    path: Path, device: torch.device | str | None = None, graphs: bool = True
+) -> TritonKernels:
+    """TritonKernels that ask the table first. graphs: steps may be captured. WinnersUnreadable for a file
     that holds none, or another device's; KernelsUnavailable as TritonKernels says."""
     winners = Winners.load(path)
     plain = TritonKernels(device)
@@ -35,6 +37,6 @@ def kernels_by_table(path: Path, device: torch.device | str | None = None) -> Tr
     return TritonKernels(
         device,
         decode_backends=[FastestMla(winners, [FlashMla(), FlashInferMla()])],
-        graphs=True,
+        graphs=graphs,
         gemms=Gemms(arch_of(plain.device), [DeepGemm()], winners),
     )
