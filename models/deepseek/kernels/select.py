@@ -37,8 +37,8 @@ def create_kernels(
     """auto: on a CPU native when it builds on this machine, else torch; on CUDA triton.
 
     device: where the model will be. table: which implementation won at which shape, for triton in
-    fast mode; graphs: its steps may be captured. Raises ValueError for an unknown name, KernelTableError, KernelsUnavailable when
-    what is asked for cannot be had, or not there.
+    fast mode; graphs: its steps may be captured. Raises ValueError for an unknown name,
+    KernelTableError, KernelsUnavailable when what is asked for cannot be had, or not there.
     """
     if name not in NAMES:
         raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")

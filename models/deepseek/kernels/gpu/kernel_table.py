@@ -22,8 +22,8 @@ from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
 def kernels_by_table(
     path: Path, device: torch.device | str | None = None, graphs: bool = True
 ) -> TritonKernels:
-    """TritonKernels that ask the table first. graphs: steps may be captured. WinnersUnreadable for a file
-    that holds none, or another device's; KernelsUnavailable as TritonKernels says."""
+    """TritonKernels that ask the table first. graphs: steps may be captured. WinnersUnreadable for
+    a file that holds none, or another device's; KernelsUnavailable as TritonKernels says."""
     winners = Winners.load(path)
     plain = TritonKernels(device)
     here = "CPU"
