@@ -76,6 +76,7 @@ WANTED = {
     "pydantic": "pydantic pydantic-core annotated-types typing-inspection typing-extensions",
     "typer": "typer click shellingham",
     "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
     "scipy": "scipy",
 }
 CARRIED = NEEDED | WANTED

@@ -145,12 +145,11 @@ class TimedSteps:
     # -- parts ---------------------------------------------------------------------------------
 
     def _run_prompts(self, count: int, length: int) -> int:
-        """-> how many steps it took."""
-        waiting, steps = self._submit(count, length, 1), 0
+        """-> how many steps computed something (one that only reads the last tokens does not)."""
+        before, waiting = self._engine.num_steps, self._submit(count, length, 1)
         while waiting or self._engine.has_work:
             waiting -= {output.request_id for output in self._step()}
-            steps += 1
-        return steps
+        return max(1, self._engine.num_steps - before)
 
     def _submit(self, count: int, length: int, outputs: int) -> set[str]:
         vocab = self._engine.scheduler.limits.vocab_size
