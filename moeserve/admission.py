@@ -37,22 +37,26 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int | Non
                     "logit_bias", token, f"must be a token id from 0 to {vocab_size - 1}"
                 )
     check_sampling(sampling)
-    if sampling.max_thinking_tokens is not None:
-        check_thinking(sampling.max_thinking_tokens, request.thinking, vocab_size)
+    problem = thinking_problem(sampling.max_thinking_tokens, request.thinking, vocab_size)
+    if problem is not None:
+        raise problem
 
 
-def check_thinking(
-    most: int, markers: ThinkingMarkers | None, vocab_size: int | None = None
-) -> None:
-    """Raise InvalidRequest where a limit on thinking can mean nothing: the model has no markers, or
-    its embedding has no rows for them."""
+def thinking_problem(
+    most: int | None, markers: ThinkingMarkers | None, vocab_size: int | None = None
+) -> InvalidRequest | None:
+    """Why a limit on thinking can mean nothing: the model has no markers, or no rows for them in
+    its embedding. None: it can, or there is none."""
+    if most is None:
+        return None
     if markers is None or not (markers.start and markers.end and all(markers.also_ends)):
         valid = "this model has no thinking markers (<think>, </think>) to limit it by; omit it"
-        raise InvalidRequest("max_thinking_tokens", most, valid)
+        return InvalidRequest("max_thinking_tokens", most, valid)
     ids = (*markers.start, *markers.end)
     if vocab_size is not None and not 0 <= min(ids) <= max(ids) < vocab_size:
         valid = f"the thinking markers {ids} are not within the model's {vocab_size} tokens"
-        raise InvalidRequest("max_thinking_tokens", most, valid)
+        return InvalidRequest("max_thinking_tokens", most, valid)
+    return None
 
 
 INT64 = 2**63

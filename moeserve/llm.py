@@ -38,7 +38,7 @@ from moeserve.request import (
     TokenLogprob,
     TokenOutput,
 )
-from moeserve.thinking import markers_of
+from moeserve.thinking import model_markers
 from moeserve.tokenizer import Tokenizer
 from moeserve.tool_calls import tool_format
 
@@ -191,13 +191,9 @@ class LLM:
     def _thinking(self) -> ThinkingMarkers | None:
         if self.tokenizer is None:
             return None
-        model, calls = self.config.model, tool_format(self.tokenizer)
+        model = self.config.model
         template = load_chat_template(model.checkpoint, self.tokenizer, model.chat_template)
-        return markers_of(
-            self.tokenizer,
-            thinks=template is not None and template.uses_reasoning,
-            also_ends=() if calls is None else calls.reasoning_ends,
-        )
+        return model_markers(self.tokenizer, template, tool_format(self.tokenizer))
 
     def _open(self, prompt: Prompt, sampling: SamplingParams) -> _Run:
         text = prompt if isinstance(prompt, str) else None

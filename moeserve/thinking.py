@@ -22,7 +22,9 @@ from moeserve.reasoning import CLOSE, OPEN
 from moeserve.request import Request, ThinkingMarkers
 
 if TYPE_CHECKING:
+    from moeserve.chat import ChatTemplate
     from moeserve.tokenizer import Tokenizer
+    from moeserve.tool_calls import ToolFormat
 
 Ids = tuple[int, ...]
 
@@ -85,6 +87,17 @@ class Thought:
 
 def _ends(tokens: Seq[int], marker: Seq[int]) -> bool:
     return len(tokens) >= len(marker) and tuple(tokens[len(tokens) - len(marker) :]) == marker
+
+
+def model_markers(
+    tokenizer: Tokenizer, template: ChatTemplate | None, form: ToolFormat | None
+) -> ThinkingMarkers | None:
+    """`markers_of` a model that writes chats and tool calls like this."""
+    return markers_of(
+        tokenizer,
+        thinks=template is not None and template.uses_reasoning,
+        also_ends=() if form is None else form.reasoning_ends,
+    )
 
 
 def markers_of(

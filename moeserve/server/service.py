@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from moeserve.admission import check_request, check_thinking
+from moeserve.admission import check_request, thinking_problem
 from moeserve.chat import ChatTemplate, load_chat_template
 from moeserve.client import EngineClient
 from moeserve.config import ServeConfig
@@ -25,7 +25,7 @@ from moeserve.detokenize import TokenBytes, token_bytes
 from moeserve.errors import InvalidRequest
 from moeserve.metrics import Metrics
 from moeserve.reasoning import ReasoningSplitter, prompt_opens_reasoning
-from moeserve.request import Request, SamplingParams, ThinkingMarkers
+from moeserve.request import Request, SamplingParams
 from moeserve.server.answer import Choice
 from moeserve.server.content import ContentGuard
 from moeserve.server.fields import (
@@ -37,7 +37,7 @@ from moeserve.server.fields import (
     TokenizeBody,
 )
 from moeserve.server.refusals import ContextTooLong, UnknownModel
-from moeserve.thinking import markers_of
+from moeserve.thinking import model_markers
 from moeserve.tokenizer import Tokenizer
 from moeserve.tool_calls import ToolCallParser, ToolFormat, tool_format
 
@@ -100,11 +100,7 @@ class Service:
             log.warning(
                 "tool calls are returned as text: the tokenizer has no markers of a known format"
             )
-        self.thinking: ThinkingMarkers | None = markers_of(
-            self.tokenizer,
-            thinks=self.template is not None and self.template.uses_reasoning,
-            also_ends=() if self.tool_format is None else self.tool_format.reasoning_ends,
-        )
+        self.thinking = model_markers(self.tokenizer, self.template, self.tool_format)
         self._guard = ContentGuard(self.tokenizer)
         if self.template is not None and not self._guard.works:
             log.warning(
@@ -137,7 +133,8 @@ class Service:
             if "stop_token_ids" not in bad:
                 found.append(self._ids_problem("stop_token_ids", body.stop_token_ids))
             if "max_thinking_tokens" not in bad:
-                found.append(self._thinking_problem(body.max_thinking_tokens))
+                size = self.tokenizer.vocab_size
+                found.append(thinking_problem(body.max_thinking_tokens, self.thinking, size))
         if isinstance(body, CompletionBody) and "prompt" not in bad:
             nested = isinstance(body.prompt[0], list)
             for place, ids in enumerate(body.prompts()):
@@ -158,14 +155,6 @@ class Service:
             if not 0 <= value < self.tokenizer.vocab_size:
                 place = field if of_text else f"{field}.{ids.index(value)}"
                 return InvalidRequest(place, value, self._valid_ids)
-        return None
-
-    def _thinking_problem(self, most: int | None) -> InvalidRequest | None:
-        try:
-            if most is not None:
-                check_thinking(most, self.thinking, self.tokenizer.vocab_size)
-        except InvalidRequest as problem:
-            return problem
         return None
 
     def _bias_problems(self, bias: dict[str, float]) -> Iterator[InvalidRequest]:
