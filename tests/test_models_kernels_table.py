@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ep.group import EPGroup
 from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu import triton_kernels
 from models.deepseek.kernels.gpu.bench.run import OURS, Row
@@ -18,6 +19,7 @@ from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
 from models.deepseek.kernels.select import create_kernels
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError
+from moeserve.startup import prepare
 
 
 def row(kernel: str, deep: float, **key: int) -> Row:
@@ -137,3 +139,17 @@ def test_in_deterministic_mode_there_is_none(tmp_path: Path) -> None:
         ServeConfig.load(None, {"model": given})
     config = ServeConfig.load(None, {"model": given, "engine": {"deterministic": False}})
     assert config.model.kernel_table == Path("x.json")
+
+
+def test_start_up_names_the_file(random_checkpoint: Path, tmp_path: Path) -> None:
+    """Beside all else that is wrong, before any weight is read."""
+    file = tmp_path / "bad.json"
+    file.write_text("{}")
+    model = {"checkpoint": random_checkpoint, "kernel_table": file}
+    given = {"model": model, "engine": {"deterministic": False, "device": "cpu"}}
+    schedule = {"max_model_len": 10**7}
+    with pytest.raises(ConfigError) as caught:
+        prepare(ServeConfig.load(None, given | {"schedule": schedule}), EPGroup.single())
+    first, second = caught.value.problems
+    assert first == f"model.kernel_table={file}: a table of kernels is for triton kernels, on GPUs"
+    assert "max_model_len=10000000" in second
