@@ -36,11 +36,12 @@ MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
 LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
-PROBE, TRIAL, REST = 256, 8, 4
-HOPELESS, SURE = 0.85, 4  # of the speed without drafts, after so many steps: a trial ends
+PROBE, TRIAL, REST = 256, 8, 6
+FIRST = 64  # steps to the first rest
+HOPELESS, SURE = 0.8, 4  # of the speed without drafts, after so many steps: a trial ends
 NEARLY, MOST_TRIALS = 0.93, 4  # of the same: a trial that gets there goes on, so often in all
-DOUBTFUL = 1.25
-LOOK, LOOK_ON = 8, 4  # steps from look to look at depth 0, and above
+DOUBTFUL = 1.5
+LOOK, LOOK_ON = 32, 4  # steps from look to look at depth 0, and above
 HOLD_BEFORE = 16
 SOON, DOUBT, MOST_LOSSES = 64, 0.02, 5
 
@@ -132,12 +133,11 @@ class AdaptiveDepth:
 
     def offer(self, reach: Doubles, room: Counts, most: int) -> Offer:
         """reach [S, K], room [S] of this rank's decodes; most: drafts that fit into its step."""
-        return make_offer(reach[:, : self.max_depth], room, self.threshold, most)
+        return make_offer(reach[:, : self.max_depth], room, self._least, most)
 
     def allot(self, reach: Doubles, room: Counts, most: int) -> Counts:
         """[S] drafts a sequence at the agreed depth; call it with what was offered."""
-        threshold = 0.0 if self._trial else self.threshold
-        return allot(reach[:, : self.max_depth], room, self.depth, threshold, most)
+        return allot(reach[:, : self.max_depth], room, self.depth, self._least, most)
 
     def agree(self, offers: Seq[Offer], costs: Costs) -> int:
         """offers [R], and rank 0's costs -> the depth of the drafts that come next."""
@@ -206,6 +206,11 @@ class AdaptiveDepth:
     # -- parts ---------------------------------------------------------------------------------
 
     @property
+    def _least(self) -> float:
+        """Chance that a draft must have: in a trial all are tried."""
+        return 0.0 if self._trial else self.threshold
+
+    @property
     def _wait(self) -> int:
         """Steps at depth 0 before a trial."""
         return PROBE << max(self._losses - 1, 0)
@@ -254,8 +259,8 @@ class AdaptiveDepth:
         """What was measured decides, without a wait."""
         best = _best_above_none(rates)
         if rates[best] > rates[0] * MARGIN:
+            self._off = 0 if self.depth or self._losses else PROBE - FIRST
             self._move(best)
-            self._off = 0
         elif rates[best] > rates[0] * NEARLY and self._trials < MOST_TRIALS:
             self._try()
         else:

@@ -8,7 +8,8 @@ kept, and it gives way as soon as a few steps of another size were run.
 draft(d) = draft + d * round: the same through the rounds of a step, d of them; none cost nothing.
 
 All of it is divided by the load of its time: how much longer steps take now than steps of the same
-size did before. What was measured under another load stays comparable, and only that decides.
+size did before. What was measured under another load stays comparable, and only that decides. While
+all steps are of one size they tell the load alone: their own line would drift from the others'.
 
 Knows: seconds and counts, in whole nanoseconds where ranks must agree. Pure: no clock.
 """
@@ -24,10 +25,10 @@ SLOPE = 0.02  # prior: one more token costs so much of a step of none
 TRUST = 0.5  # the prior weighs as so many steps that differ by the mean of their sizes
 ROUND = 0.1  # prior: a round over a step of one token, before any was run
 ROUNDS = 3.0  # prior: a round over what drafting costs besides
-LAST = 9  # steps of a size that are kept
+LAST = 15  # steps of a size that are kept
 FEW = 3  # of a size: fewer tell little of the load, and their median less of the size
 FADE, LEAST_WEIGHT = 0.99, 0.02  # of a size, with each step of another one
-QUICK, MOST = 0.2, 0.7  # how fast the load follows; what one step may say of it (logarithms)
+QUICK, MOST = 0.15, 0.5  # how fast the load follows; what one step may say of it (logarithms)
 ENOUGH = 5  # steps before anything is said
 
 
@@ -64,6 +65,10 @@ class MedianLine:
         self.num_points += 1
         self._sizes.setdefault(_key(x), _Size()).add(x, y, self.num_points)
         self._found = None
+
+    def is_full(self, x: float) -> bool:
+        size = self._sizes.get(_key(x))
+        return size is not None and len(size.points) == LAST
 
     def usual(self, x: float) -> float | None:
         """What steps of this size took: nothing is assumed; None where there are too few."""
@@ -146,6 +151,7 @@ class CostModel:
         self._drafting = MedianLine(ROUNDS)
         self._round_share = round_share
         self._load = 0.0  # logarithm of what a step takes over what one of its size did
+        self._last, self._alike = -1, 0  # size of the last step, and steps of that in a row
         self._told: Costs | None = None
 
     def add(self, num_tokens: int, seconds: float, rounds: int = 0, drafting: float = 0.0) -> None:
@@ -156,7 +162,10 @@ class CostModel:
             if usual is not None:
                 off = log(seconds / usual) - self._load
                 self._load += QUICK * min(max(off, -MOST), MOST)
-            self._step.add(num_tokens, seconds * exp(-self._load))
+            size = _key(num_tokens)
+            self._last, self._alike = size, self._alike + 1 if size == self._last else 0
+            if self._alike <= LAST or not self._step.is_full(num_tokens):
+                self._step.add(num_tokens, seconds * exp(-self._load))
         if rounds > 0:
             self._drafting.add(rounds, drafting * exp(-self._load))
         self._told = None

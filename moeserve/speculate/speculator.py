@@ -108,11 +108,9 @@ class Speculator:
         """columns [R, num_columns]: of all ranks."""
         self._step = Agreed(max_tokens, decode_only)
         policy = self.policy
-        if isinstance(policy, FixedDepth):
-            self._max_next = int(columns[:, 0].max())
-            self._num_held = 0
-        else:
-            self._max_next, *_, self._num_held = columns.max(axis=0).tolist()
+        self._max_next, self._num_held = int(columns[:, 0].max()), 0
+        if isinstance(policy, AdaptiveDepth) and (policy.depth or policy.looks):
+            self._num_held = int(columns[:, -1].max())
         if not self._max_next:
             self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
         elif isinstance(policy, FixedDepth):
@@ -185,8 +183,9 @@ class Speculator:
 
     def timed(self, seconds: float) -> None:
         """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
-        if self._step.decode_only:
-            # Round 0 with what a pause has left tells nothing about others.
+        if self._step.decode_only and (self.depth or self.policy.holds):
+            # Long before a trial there is nothing to compare with, and round 0 with what a pause
+            # has left tells nothing about others.
             rounds = self.depth if self.last_seconds and not self._num_held else 0
             self.costs.add(
                 self._step.max_tokens, seconds - self.last_seconds, rounds, self.last_seconds
