@@ -18,10 +18,10 @@ from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
-from moeserve.device import choose
 from moeserve.build import build_engine
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
+from moeserve.device import choose
 from moeserve.engine import Engine
 from moeserve.errors import ConfigError, EngineFailed
 from moeserve.memory import CacheTooSmall, plan_cache, shortage
