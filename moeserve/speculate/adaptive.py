@@ -39,7 +39,7 @@ HOLD = 8
 PROBE, TRIAL, REST = 256, 8, 6
 FIRST = 64  # steps to the first rest
 HOPELESS, SURE = 0.8, 4  # of the speed without drafts, after so many steps: a trial ends
-NEARLY, MOST_TRIALS = 0.93, 4  # of the same: a trial that gets there goes on, so often in all
+NEARLY, MOST_TRIALS = 0.93, 3  # of the same: a trial that gets there goes on, so often in all
 DOUBTFUL = 1.5
 LOOK, LOOK_ON = 32, 4  # steps from look to look at depth 0, and above
 HOLD_BEFORE = 16
@@ -123,7 +123,7 @@ class AdaptiveDepth:
         self._since = 0  # steps since the depth changed
         self._on = 0  # steps since drafting began, rests included; 0 where it is off
         self._off = PROBE - 1  # steps since it was off or last rested: the first step tries
-        self._trial = 0  # steps left of a trial, at depth 1
+        self._trial = 0  # steps left of a trial
         self._trials = 0  # of this attempt
         self._rest = 0  # steps left of a rest, at depth 0
         self._back = 0  # the depth before it
@@ -221,8 +221,9 @@ class AdaptiveDepth:
         if self._on:
             self._on += 1
 
-    def _try(self) -> None:
-        self._move(1)
+    def _try(self, depth: int = 1) -> None:
+        """At depth 1, and where more seems nearly worth it, at that: its price is a guess."""
+        self._move(depth)
         self._on = max(self._on, 1)
         self._trial, self._trials, self._off = TRIAL, self._trials + 1, 0
 
@@ -262,7 +263,7 @@ class AdaptiveDepth:
             self._off = 0 if self.depth or self._losses else PROBE - FIRST
             self._move(best)
         elif rates[best] > rates[0] * NEARLY and self._trials < MOST_TRIALS:
-            self._try()
+            self._try(best)
         else:
             self._give_up(num_rows)
 

@@ -24,7 +24,7 @@ from statistics import median
 SLOPE = 0.02  # prior: one more token costs so much of a step of none
 TRUST = 0.5  # the prior weighs as so many steps that differ by the mean of their sizes
 ROUND = 0.1  # prior: a round over a step of one token, before any was run
-ROUNDS = 3.0  # prior: a round over what drafting costs besides
+ROUNDS = 1.0  # prior: a round over what drafting costs besides; too low is soon found out
 LAST = 15  # steps of a size that are kept
 FEW = 3  # of a size: fewer tell little of the load, and their median less of the size
 FADE, LEAST_WEIGHT = 0.99, 0.02  # of a size, with each step of another one
