@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,8 @@ def generate(given: Given, ask: Ask) -> None:
             print(flush=True)
         tokens = sum(len(o.token_ids) for o in outputs)
         if not config.engine.quiet:
-            print(f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+            end = f"{counted(tokens, 'token')}, {tokens / seconds:.1f} tokens/s"
+            print(end + drafts_in_words(outputs), file=sys.stderr)
     for output in outputs:
         if output.error is not None:
             say(output.error)
@@ -216,6 +217,15 @@ def flat_settings(config: ServeConfig) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k not in ("checkpoint", "ep")}
 
 
+def drafts_in_words(outputs: Sequence[RequestOutput]) -> str:
+    """For the end line; "" where nothing was drafted."""
+    accepted = sum(o.num_accepted for o in outputs)
+    rejected = sum(o.num_rejected for o in outputs)
+    if not accepted + rejected:
+        return ""
+    return f", {accepted} of {counted(accepted + rejected, 'draft')} accepted"
+
+
 def report(
     config: ServeConfig, prompts: list[str], outputs: list[RequestOutput], seconds: float
 ) -> dict[str, Any]:
@@ -244,6 +254,8 @@ def _entry(prompt: str, output: RequestOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "error": output.error,
         "num_cached_tokens": output.num_cached_tokens,
+        "num_accepted": output.num_accepted,
+        "num_rejected": output.num_rejected,
         "timing": {
             "ttft": output.first_token_seconds,
             "total": output.total_seconds,

@@ -68,6 +68,13 @@ def test_wrong_flags_are_said(flags: dict[str, Any], words: str) -> None:
         check(SpeculateFlags(**flags))
 
 
+def test_depths_alone_are_of_the_checkpoints_own_drafter() -> None:
+    assert texts_of(SpeculateFlags(k="2,auto")) == [("mtp:2", 1), ("mtp:auto", 1)]
+    with pytest.raises(ConfigError) as raised:
+        check(SpeculateFlags(k="9"))
+    assert len(raised.value.problems) == 1 and "at most 8" in raised.value.problems[0]
+
+
 def test_all_problems_at_once() -> None:
     result = CliRunner().invoke(
         app, ["bench", "speculate", str(TINY), "--batch", "x", "--k", "99", "--token-budget", "no"]

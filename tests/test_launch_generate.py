@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.generate import Ask, flat_settings, generate, read_ids, report
+from launch.generate import Ask, drafts_in_words, flat_settings, generate, read_ids, report
 from launch.settings import OFFLINE, Given
 from moeserve.config import ServeConfig
 from moeserve.errors import ConfigError, InvalidRequest
@@ -92,6 +92,7 @@ def output(tokens: int, first: float = 0.5, total: float = 1.5) -> SimpleNamespa
         logprobs=[],
         prompt_token_ids=(1, 2), token_ids=list(range(tokens)), text="x" * tokens,
         finish_reason="length", error=None, num_cached_tokens=0,
+        num_accepted=tokens // 2, num_rejected=2 * (tokens > 2),
         first_token_seconds=first, total_seconds=total,
     )  # fmt: skip
 
@@ -108,6 +109,12 @@ def test_report():
     assert "text" not in two and [o["text"] for o in two["outputs"]] == ["xxx", "x"]
     assert two["overall"]["tokens_per_second"] == 2.0
     assert two["outputs"][1]["timing"]["decode_tokens_per_second"] is None
+    assert (one["num_accepted"], one["outputs"][0]["num_rejected"]) == (1, 2)
+
+
+def test_the_end_line_tells_drafts_where_there_were_any():
+    assert drafts_in_words([output(5), output(2)]) == ", 3 of 5 drafts accepted"
+    assert drafts_in_words([output(1)]) == ""
 
 
 def given(checkpoint: Path) -> Given:

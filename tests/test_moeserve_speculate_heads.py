@@ -352,3 +352,19 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         read_medusa(tmp_path / "empty", D, V)
+
+
+def test_the_other_kinds_folder_is_one_line(tmp_path: Path) -> None:
+    medusa_config = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    both = {"eagle": (eagle_tensors(), EAGLE_CONFIG), "medusa": (medusa_tensors(), medusa_config)}
+    for kind, (tensors, config) in both.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps(config))
+        for prefix in ("", "model."):
+            named = {f"{prefix if kind == 'eagle' else ''}{x}": y for x, y in tensors.items()}
+            save_file(named, tmp_path / kind / "model.safetensors")
+            read = read_medusa if kind == "eagle" else read_eagle
+            with pytest.raises(ConfigError) as raised:
+                read(tmp_path / kind, D, V)
+            (line,) = raised.value.problems
+            assert f"use {kind}:{tmp_path / kind}" in line

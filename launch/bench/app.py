@@ -192,10 +192,10 @@ def speculate(
     """Speed-up of decode by drafts against none, in pairs; acceptance by position; and the speed-up
     that Leviathan's theorem predicts from it. Exit code 1: tokens differ."""
     from launch.bench.speculate import SpeculateBench
-    from launch.bench.speculate_flags import DRAFTERS, SpeculateFlags
+    from launch.bench.speculate_flags import SpeculateFlags
 
     flags = SpeculateFlags(
-        speculate=tuple(speculate or DRAFTERS),
+        speculate=tuple(speculate or ()),
         k=k,
         batch=batch,
         repeat=repeat,

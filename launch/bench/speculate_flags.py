@@ -16,6 +16,7 @@ from moeserve.errors import ConfigError
 from moeserve.speculate.setting import AUTO, MAX_DEPTH, OFF, SpeculateWish, read_speculate
 
 DRAFTERS = ("mtp:auto",)
+DRAFTERS_AT_K = ("mtp",)  # where --k tells the depth
 BATCHES = "1"
 REPEAT, WARMUP = 9, 1
 PROMPT, OUTPUT = 48, 64
@@ -75,7 +76,7 @@ class Asked:
 class SpeculateFlags:
     """As they were typed; None: not given."""
 
-    speculate: Sequence[str] = DRAFTERS
+    speculate: Sequence[str] = ()
     k: str | None = None
     batch: str = BATCHES
     repeat: int | str = REPEAT
@@ -118,7 +119,8 @@ class SpeculateFlags:
             depths = _depths(self.k, problems)
         found: list[SpeculateWish] = []
         fixed: list[str] = []
-        for text in self.speculate or DRAFTERS:
+        drafters = self.speculate or (DRAFTERS if self.k is None else DRAFTERS_AT_K)
+        for text in drafters:
             try:
                 wish = read_speculate(text)
             except ValueError as error:
@@ -136,7 +138,7 @@ class SpeculateFlags:
                 found.append(wish)
             else:
                 found += [SpeculateWish(wish.name, depth, wish.path) for depth in depths]
-        if self.k is not None and fixed and len(fixed) == len(self.speculate or DRAFTERS):
+        if self.k is not None and fixed and len(fixed) == len(drafters):
             problems.append(
                 f"--k {self.k}: {', '.join(fixed)} says its depth itself; give --k or :K, not both"
             )

@@ -77,6 +77,7 @@ def load_eagle(file: HeadFile, hidden_size: int, vocab_size: int) -> EagleHead:
     """ConfigError if names, shapes or the kind are not those of an EAGLE head for such a target."""
     if any(file.has(name) for name in ("midlayer.hidden_norm.weight", "d2t", "t2d")):
         raise ConfigError([f"{file.where}: an EAGLE-3 head; valid are heads of EAGLE 1 and 2"])
+    file.refuse_if_other("eagle")
     size = hidden_size
     heads = int(file.number("num_attention_heads"))
     groups = int(file.number("num_key_value_heads", heads))

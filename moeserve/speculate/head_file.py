@@ -63,6 +63,28 @@ class HeadFile:
             raise ConfigError([f"speculate={folder}: {one_line(error)}"]) from error
         return cls(tensors, config, f"speculate={folder}", prefixes)
 
+    def refuse_if_other(self, kind: str) -> None:
+        """kind: eagle or medusa, as asked for. ConfigError in one line where the folder is the
+        other's: its tensors by name would be a line each."""
+        looks = self.looks_like
+        if looks not in (None, kind):
+            folder = self.where.removeprefix("speculate=")
+            an = {"eagle": "an EAGLE", "medusa": "a Medusa"}[str(looks)]
+            raise ConfigError([f"{self.where}: looks like {an} folder; use {looks}:{folder}"])
+
+    @property
+    def looks_like(self) -> str | None:
+        """eagle, medusa or None, by names that only one of them has, behind either's prefix."""
+
+        def has(last: str) -> bool:
+            return any(name == last or name.endswith(f".{last}") for name in self._left)
+
+        eagle = has("fc.weight")
+        medusa = has("0.0.linear.weight") or "medusa_num_heads" in self.config
+        if eagle == medusa:
+            return None
+        return "eagle" if eagle else "medusa"
+
     def has(self, name: str) -> bool:
         return name in self._left
 
