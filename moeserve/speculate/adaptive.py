@@ -13,8 +13,9 @@ A depth is left only for one that is better by MARGIN, and not before HOLD steps
 shake. All begins with a trial: TRIAL steps at depth 1, then REST at depth 0, then what was measured
 decides. At depth 0 a trial follows every PROBE steps; one without hope ends early, one that is
 nearly worth it goes on. Where drafts were given up soon, more is asked of the next attempt and
-trials come later and later, until the load has halved. Where drafts pay a little only, a rest every
-PROBE steps measures what none would cost. Looking is not free: it is done every few steps.
+trials come later and later, until the load has halved or doubled. Where drafts pay a little only, a
+rest every PROBE steps measures what none would cost. Looking is not free: it is done every few
+steps.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -42,7 +43,7 @@ HOPELESS, SURE = 0.8, 4  # of the speed without drafts, after so many steps: a t
 NEARLY, MOST_TRIALS = 0.93, 3  # of the same: a trial that gets there goes on, so often in all
 DOUBTFUL = 1.5
 LOOK, LOOK_ON = 32, 4  # steps from look to look at depth 0, and above
-HOLD_BEFORE = 16
+HOLD_BEFORE = 8  # steps before a trial: rows of so many fit beside a step of the usual budget
 SOON, DOUBT, MOST_LOSSES = 64, 0.02, 5
 
 Counts = NDArray[np.int64]
@@ -157,7 +158,7 @@ class AdaptiveDepth:
             )
         ]
         num_rows = int(rows[0])
-        if 2 * num_rows <= self._lost_at:
+        if 2 * num_rows <= self._lost_at or num_rows >= 2 * self._lost_at:
             self._losses = self._lost_at = 0  # another load than the one where they did not pay
         self._count()
         if self._trial:
