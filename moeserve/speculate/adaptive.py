@@ -13,9 +13,9 @@ A depth is left only for one that is better by MARGIN, and not before HOLD steps
 shake. All begins with a trial: TRIAL steps at depth 1, then REST at depth 0, then what was measured
 decides. At depth 0 a trial follows every PROBE steps; one without hope ends early, one that is
 nearly worth it goes on. Where drafts were given up soon, more is asked of the next attempt and
-trials come later and later, until the load has halved or doubled. Where drafts pay a little only, a
-rest every PROBE steps measures what none would cost. Looking is not free: it is done every few
-steps.
+trials come later and later, until the load has halved or doubled; where they had paid for long, the
+next trial comes soon. Where drafts pay a little only, a rest every PROBE steps measures what none
+would cost. Looking is not free: it is done every few steps.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -129,6 +129,7 @@ class AdaptiveDepth:
         self._rest = 0  # steps left of a rest, at depth 0
         self._back = 0  # the depth before it
         self._is_new = True  # nothing was decided yet
+        self._has_paid = False  # until it was given up: for SOON steps at least
         self._losses = 0  # times in a row that drafts were given up soon
         self._lost_at = 0  # rows of the step without drafts then
 
@@ -214,7 +215,7 @@ class AdaptiveDepth:
     @property
     def _wait(self) -> int:
         """Steps at depth 0 before a trial."""
-        return PROBE << max(self._losses - 1, 0)
+        return PROBE // 4 if self._has_paid else PROBE << max(self._losses - 1, 0)
 
     def _count(self) -> None:
         self._off += 1
@@ -284,7 +285,8 @@ class AdaptiveDepth:
             self._off, self._trials = self._wait, 0  # what is only estimated is tried first
 
     def _give_up(self, num_rows: int) -> None:
-        self._losses = min(self._losses + 1, MOST_LOSSES) if self._on < SOON else 1
+        self._has_paid = self._on >= SOON
+        self._losses = 1 if self._has_paid else min(self._losses + 1, MOST_LOSSES)
         self._lost_at, self._on, self._off = num_rows, 0, 0
         self._move(0)
 
