@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from launch.bench.speculate_figures import Pair, Run, predicted, rate_of, row
+from launch.bench.speculate_figures import Pair, Run, predicted, rate_of, row, shares
 from launch.bench.speculate_flags import Cell, SpeculateFlags, check
 from launch.bench.speculate_prompts import read_prompts
-from launch.bench.speculate_show import Result, as_json, told
+from launch.bench.speculate_show import Result, as_json, short, show, told
 from launch.cli import app
 from moeserve.errors import ConfigError
 from moeserve.speculate.acceptance import predicted_speedup
@@ -122,7 +123,17 @@ def test_a_row_is_made_of_pairs() -> None:
     assert found["predicted"] == pytest.approx(1.9 / 1.2, abs=1e-6)
     assert found["verify_ratio"] == pytest.approx(0.75)  # (1.9 s - 0.4 s) / 20 over 0.1 s
     assert found["same_tokens"] is True
+    # 100 ms a step of 1.9 tokens; 75 ms of one that verifies and two rounds of 10 ms.
+    assert found["predicted_with_verify"] == pytest.approx(1.9 / 0.95, abs=1e-6)
+    assert found["drafted"] == [60, 60] and found["accepted"] == [36, 18]
+    assert found["speedup_quartiles"] == pytest.approx([2.0, 2.0])
     json.dumps(found)
+
+
+def test_a_position_that_was_never_tried_has_no_acceptance() -> None:
+    assert shares([9, 9, 4, 0], [6, 3, 0, 0]) == [0.6667, 0.3333, 0.0, None]
+    assert shares([9, 9, 9], [0, 0, 0]) == [0.0, None, None]  # refused each time, or not reached
+    assert shares([0, 0], [0, 0]) == [None, None] and shares([], []) == []
 
 
 def test_other_tokens_are_seen() -> None:
@@ -184,9 +195,38 @@ def test_temperature_stands_beside_acceptance() -> None:
     assert "at temperature 0.5" in lines and "(1 - a^(k+1))" in lines
 
 
+def test_unsteady_pairs_are_told_with_the_load() -> None:
+    result = a_result(("mtp:2",), "1")
+    assert not any("pairs differ" in line for line in told(result))
+    wild = [Pair(a_run(38, 3.8, 38), drafting(s)) for s in (1.9, 19.0)]
+    rows = [row(result.asked.cells()[0], wild)]
+    busy = replace(result, rows=rows, machine=MACHINE | {"load": 9.2})
+    lines = told(busy)
+    assert "pairs differ 10 x: the machine is busy (load 9.2, 2 cores)" in lines
+    assert ", load 9.2, " in lines[-1]
+    calm = told(replace(busy, machine=MACHINE | {"load": 0.3}))
+    assert any(line.startswith("pairs differ 10 x: more of them") for line in calm)
+
+
+def test_the_table_shows_both_predictions_and_what_was_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = a_result(("mtp:2",), "1")
+    rows = [result.rows[0] | {"acceptance": [0.6, None], "speedup_quartiles": [1.8, 2.1]}]
+    show(replace(result, rows=rows))
+    out = capsys.readouterr().out
+    assert "with verify" in out and "1.80-2.10" in out and " 0.60 " in out and "None" not in out
+
+
+def test_a_drafter_is_not_called_by_its_name_twice() -> None:
+    assert short("eagle:some/eagle") == "eagle" and short("eagle:some/v2") == "eagle:v2"
+    assert short("mtp") == "mtp"
+
+
 @pytest.mark.parametrize(
     ("texts", "batches"),
     [
+        (("mtp:2", "eagle:a/eagle:2"), "1,32"),
         (("mtp:1", "mtp:2", "mtp:auto", "ngram:1", "ngram:4"), "1,32"),
         (("mtp:auto",), "1,4,32"),
         (("eagle:a/b:2",), "1"),
@@ -219,6 +259,7 @@ def test_a_run_of_two_drafters() -> None:
     size = ["--output-length", "12", "--prompt-length", "8", "--repeat", "2", "--warmup", "0"]
     found = CliRunner().invoke(app, [*words, *size, "--batch", "1,3", "--json", "-q"])
     assert found.exit_code == 0, found.output
+    assert not found.stderr  # quiet
     result = json.loads(found.stdout.splitlines()[-1])
     assert result["same_tokens"] is True and result["speedup"] > 0
     assert len(result["acceptance"]) == 2 and 1 <= result["tokens_per_step"] <= 3

@@ -133,7 +133,9 @@ def _measure(
     off = Arm()
     cells = asked.cells()
     total = len(cells) * (asked.warmup + asked.repeat)
-    progress = StepProgress(shown=engine.group.rank == 0, stages=True, unit=" pairs")
+    progress = StepProgress(
+        shown=engine.group.rank == 0 and not config.engine.quiet, stages=True, unit=" pairs"
+    )
     rows, done = [], 0
     try:
         for cell in cells:

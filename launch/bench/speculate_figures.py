@@ -3,7 +3,8 @@
 Leviathan's prediction uses what was measured: a, the rate that gives the measured tokens a step at
 the depths that were used (a sequence for which nothing was drafted counts as refused), and c, a
 round of drafting over a step without drafts. It takes a step over k + 1 tokens to be as long as one
-over one token; how far that is wrong here is a figure of its own (`verify_ratio`).
+over one token; how far that is wrong here is a figure of its own (`verify_ratio`), and with it the
+same formula is `predicted_with_verify`.
 
 Knows numbers; nothing of engines or of how they are shown.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.bench.figures import Spread, paired_ratio
+from launch.bench.figures import Spread, paired_ratio, percentile
 from launch.bench.speculate_flags import Cell
 from moeserve.speculate.acceptance import expected_tokens
 
@@ -69,7 +70,6 @@ def row(
     on = [pair.on for pair in pairs]
     drafted = [sum(x) for x in zip(*(run.drafted for run in on), strict=True)]
     accepted = [sum(x) for x in zip(*(run.accepted for run in on), strict=True)]
-    reach = [a / d for a, d in zip(accepted, drafted, strict=True) if d]
     runs = sum(run.runs for run in on)
     step = Spread.of([pair.off.step_seconds for pair in pairs]).median
     round_seconds = sum(run.drafting for run in on) / max(sum(run.rounds for run in on), 1)
@@ -85,11 +85,15 @@ def row(
         "tree_nodes": tree_nodes,
         "batch": cell.batch,
         "speedup": paired_ratio([p.on.rate for p in pairs], [p.off.rate for p in pairs]),
+        "speedup_quartiles": list(quartiles(ratios)),
         "speedup_least": min(ratios),
         "speedup_most": max(ratios),
         "speedup_to_end": paired_ratio([p.off.to_end for p in pairs], [p.on.to_end for p in pairs]),
         "predicted": predicted(rate, cost, depths),
-        "acceptance": [round(x, 4) for x in reach],
+        "predicted_with_verify": predicted(rate, cost, depths, verify),
+        "acceptance": shares(drafted, accepted),
+        "drafted": drafted,
+        "accepted": accepted,
         "mean_accepted": sum(accepted) / runs if runs else 0.0,
         "tokens_per_step": a_step,
         "mean_depth": sum(d * n for d, n in enumerate(depths)) / max(sum(depths), 1),
@@ -107,6 +111,23 @@ def row(
     }
 
 
+def shares(drafted: Sequence[int], accepted: Sequence[int]) -> list[float | None]:
+    """By position, of the drafts there the share that was accepted. None where none was ever tried:
+    nothing was drafted there, or all before it were refused each time, which says nothing of it."""
+    found: list[float | None] = []
+    reached = True
+    for d, a in zip(drafted, accepted, strict=True):
+        found.append(round(a / d, 4) if d and reached else None)
+        reached = a > 0
+    return found
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Where the middle half of them begins and ends."""
+    ordered = sorted(values)
+    return percentile(ordered, 25), percentile(ordered, 75)
+
+
 def rate_of(tokens_per_step: float, depths: Sequence[int]) -> float:
     """The a of the theorem: with drafts accepted at this rate, steps of these depths (depths[k]: at
     depth k) would give so many tokens each. By bisection; 0 where nothing was drafted."""
@@ -121,12 +142,13 @@ def rate_of(tokens_per_step: float, depths: Sequence[int]) -> float:
     return (low + high) / 2
 
 
-def predicted(rate: float, cost: float, depths: Sequence[int]) -> float:
+def predicted(rate: float, cost: float, depths: Sequence[int], verify: float = 1.0) -> float:
     """Leviathan et al., Theorem 3.8, (1 - a^(k+1)) / ((1 - a) (1 + c k)), where the depth changed:
     expected tokens of all steps over their time in steps without drafts. depths[k]: steps at depth
-    k. Without any step 1."""
+    k. Without any step 1. verify: mean time of these steps, drafting left out, over one without
+    drafts; the theorem's is 1."""
     tokens = sum(n * expected_tokens(rate, k) for k, n in enumerate(depths))
-    time = sum(n * (1 + cost * k) for k, n in enumerate(depths))
+    time = sum(n * (verify + cost * k) for k, n in enumerate(depths))
     return tokens / time if time else 1.0
 
 

@@ -10,11 +10,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from launch.bench.figures import percentile
 from launch.bench.palette import COLOURS, FAINT, GRID, INK, PAPER
+from launch.bench.speculate_figures import quartiles
 from launch.bench.speculate_show import Result, short
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
+_ASIDE = 0.07  # of a depth or a doubling of the batch: drafters stand side by side
 _AUTO = 0.9  # of a depth to the right of the deepest: where adaptive drafts stand
 
 
@@ -68,10 +69,13 @@ def _panel(
             if not line:
                 continue
             line.sort(key=lambda r: auto if r[over] == "auto" else r[over])
-            x = [auto if r[over] == "auto" else r[over] for r in line]
-            low = [r["speedup"] - percentile(sorted(r["ratios"]), 25) for r in line]
-            high = [percentile(sorted(r["ratios"]), 75) - r["speedup"] for r in line]
-            low, high = ([max(x, 0.0) for x in side] for side in (low, high))
+            at = [auto if r[over] == "auto" else r[over] for r in line]
+            side = (i - (len(drafters) - 1) / 2) * _ASIDE
+            x = [n * 2**side if over == "batch" else n + side for n in at]
+            middle = [quartiles(r["ratios"]) for r in line]
+            low = [r["speedup"] - q[0] for r, q in zip(line, middle, strict=True)]
+            high = [q[1] - r["speedup"] for r, q in zip(line, middle, strict=True)]
+            low, high = ([max(y, 0.0) for y in part] for part in (low, high))
             bars = panel.errorbar(
                 x, [r["speedup"] for r in line], yerr=[low, high], color=colour, marker=mark,
                 markersize=5, linewidth=1.6, elinewidth=0.8, zorder=3,
@@ -87,6 +91,8 @@ def _panel(
     panel.minorticks_off()
     if over == "depth":
         panel.set_xlim(min(ticks) - 0.5, max(ticks) + 0.5)
+    else:  # room at both sides, also of one or two sizes
+        panel.set_xlim(min(ticks) / 2**0.5, max(ticks) * 2**0.5)
     panel.set_xlabel(
         "drafts a run, k" if over == "depth" else "sequences at once", fontsize=8.5, color=INK
     )

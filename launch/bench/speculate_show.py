@@ -13,7 +13,11 @@ from moeserve.terminal import counted
 
 FORMAT = "moeserve bench speculate 1"
 SHOWN = 5  # positions in the table
-TOLD = ("speedup", "acceptance", "predicted", "mean_accepted", "tokens_per_step", "same_tokens")
+TOLD = (
+    *("speedup", "speedup_quartiles", "acceptance", "drafted", "accepted", "predicted"),
+    *("predicted_with_verify", "mean_accepted", "tokens_per_step", "same_tokens"),
+)
+UNSTEADY = 2.0  # times: pairs of a row that differ more are worth a word
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Result:
         m = self.machine
         changed = ", with changes" if m.get("changed") else ""
         commit = f", moeserve commit {m['commit']}{changed}" if m["commit"] else ""
-        return f"{m['cpu']}, {counted(m['cores'], 'core')}, torch {m['torch']}{commit}"
+        load = f", load {m['load']:.1f}" if m.get("load") is not None else ""
+        return f"{m['cpu']}, {counted(m['cores'], 'core')}{load}, torch {m['torch']}{commit}"
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -74,8 +79,8 @@ def show(result: Result) -> None:
     )
     accepted = f"accepted (T={asked.temperature:g})"
     for name in (
-        *("batch", "drafter", "k", "speed-up", "from-to", "predicted", accepted, "a run"),
-        *("tokens/step", "round", "verify", "same"),
+        *("batch", "drafter", "k", "speed-up", "middle half", "predicted", "with verify"),
+        *(accepted, "a run", "tokens/step", "round", "verify", "same"),
     ):
         left = name in ("drafter", accepted)
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
@@ -101,8 +106,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         short(row["drafter"]),
         k,
         f"{row['speedup']:.2f}",
-        f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
+        "{:.2f}-{:.2f}".format(*row["speedup_quartiles"]),
         f"{row['predicted']:.2f}",
+        f"{row['predicted_with_verify']:.2f}",
         _by_position(row["acceptance"]),
         f"{row['mean_accepted']:.2f}",
         f"{row['tokens_per_step']:.2f}",
@@ -113,14 +119,30 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def short(drafter: str) -> str:
-    """Without the folders above a path's last."""
-    name, colon, path = drafter.partition(":")
-    return f"{name}:{Path(path).name}" if colon else name
+    """Without the folders above a path's last; without that where it says the same again."""
+    name, _, path = drafter.partition(":")
+    last = Path(path).name
+    return name if last in ("", name) else f"{name}:{last}"
 
 
-def _by_position(shares: list[float]) -> str:
-    shown = " ".join(f"{x:.2f}" for x in shares[:SHOWN])
-    return (shown or "nothing drafted") + (" ..." if len(shares) > SHOWN else "")
+def _by_position(shares: list[float | None]) -> str:
+    """Those that were tried, which are the first ones."""
+    tried = [x for x in shares if x is not None]
+    shown = " ".join(f"{x:.2f}" for x in tried[:SHOWN])
+    return (shown or "nothing drafted") + (" ..." if len(tried) > SHOWN else "")
+
+
+def unsteady(result: Result) -> list[str]:
+    """A line where pairs of a row differ so much that its median says little."""
+    times = max(row["speedup_most"] / row["speedup_least"] for row in result.rows)
+    if times < UNSTEADY:
+        return []
+    load, cores = result.machine.get("load"), result.machine["cores"]
+    if load is not None and load > cores:
+        why = f"the machine is busy (load {load:.1f}, {counted(cores, 'core')})"
+    else:
+        why = "more of them (--repeat) or longer ones (--output-length) would tell more"
+    return [f"pairs differ {times:.3g} x: {why}"]
 
 
 def told(result: Result) -> list[str]:
@@ -129,12 +151,13 @@ def told(result: Result) -> list[str]:
     lengths = f"{asked.prompt_length}+{asked.output_length} tokens"
     lines = [
         f"decode of {counted(asked.repeat, 'pair')} a row, {lengths}, prompts: {result.prompts}; "
-        "speed-up: median of the pairs, one right after the other",
+        "speed-up: median of the pairs, one right after the other, and the middle half of them",
         f"accepted: share of the drafts at each position of a run, at temperature "
         f"{asked.temperature:g}; a run: drafts accepted in one; tokens/step: of a sequence; round, "
         "verify: time of a round of drafting, of a step that verifies, over a step without drafts",
         "predicted: (1 - a^(k+1)) / ((1 - a)(1 + c k)), a from tokens/step, c the round; it takes "
-        "verify to be 1",
+        "verify to be 1; with verify: the same with the measured one in place of the 1",
+        *unsteady(result),
     ]
     if any(row["tree_nodes"] for row in result.rows):
         lines.append("k of n: trees of n drafts at most, k behind each other")
