@@ -36,6 +36,7 @@ from moeserve.speculate.ngram import NgramDrafter
 from moeserve.speculate.speculator import Speculator
 
 LENGTH = 80
+RESTLESS = 0  # a depth: see `Restless`
 CASES = (("v3", "float32", 0), ("v3", "bfloat16", 3), ("bundled", "bfloat16", 3))
 HOMES = {
     "spread": lambda i, ranks: i % ranks,
@@ -47,6 +48,10 @@ RUNS: dict[str, tuple[str, int | None, str, dict[str, Any]]] = {
     "mtp-3": ("mtp", 3, "spread", {"prefix": True, "size": 16}),
     "mtp-1": ("mtp", 1, "all-on-0", {"chunk": 3, "size": 4, "prefix": True}),
     "mtp-auto": ("mtp", None, "spread", {"size": 4, "budget": 11}),
+    # Drafting begins and ends in every few steps, so that rows kept in a pause are caught up with
+    # while prompts of others are computed chunk by chunk.
+    "mtp-restless": ("mtp", RESTLESS, "spread", {"size": 4, "chunk": 3}),
+    "mtp-restless-narrow": ("mtp", RESTLESS, "all-on-0", {"size": 4, "chunk": 4, "budget": 16}),
     "mtp-pressed": (
         "mtp",
         2,
@@ -56,6 +61,17 @@ RUNS: dict[str, tuple[str, int | None, str, dict[str, Any]]] = {
     "ngram-4": ("ngram", 4, "spread", {"size": 4, "prefix": True}),
     "oracle-5": ("oracle", 5, "all-on-0", {"size": 4, "prefix": True, "chunk": 7}),
 }
+
+
+class Restless(AdaptiveDepth):
+    """Off for some steps, on for some, whatever it costs."""
+
+    looks = holds = True
+
+    def agree_on(self, tokens: Any, rows: Any, costs: Any) -> int:
+        self._on += 1
+        self.depth = (0, 0, 0, 0, 0, 3, 0, 0, 2, 2, 1)[self._on % 11]
+        return self.depth
 
 
 @pytest.mark.dist
@@ -135,7 +151,8 @@ def serve(
         else:
             assert known is not None
             made = Oracle(known, most, model.config.vocab_size)
-        policy = FixedDepth(depth) if depth else AdaptiveDepth(most)
+        adaptive = Restless if depth == RESTLESS else AdaptiveDepth
+        policy = FixedDepth(depth) if depth else adaptive(most)
         told = speculator = Speculator(made, policy, runner, scheduler, group.rank)
     engine = Engine(runner, scheduler, group, recorder, speculator=speculator)
     calls = model.dispatcher.stats.calls
