@@ -36,6 +36,14 @@ def speculation_series(told: Sequence[tuple[str, SpeculationStats]]) -> Iterator
         for position, count in enumerate(counts, 1):
             series.add_metric([stats.drafter, str(position)], count)
         yield series
+    steps = CounterMetricFamily(
+        "moeserve_speculation_steps",
+        "Steps in which sequences could draft, by the depth of their drafts",
+        labels=["drafter", "depth"],
+    )
+    for depth, count in enumerate(stats.depths):
+        steps.add_metric([stats.drafter, str(depth)], count)
+    yield steps
     yield CounterMetricFamily(
         "moeserve_speculation_failures", "Times a rank could not draft", stats.failures
     )
@@ -43,9 +51,11 @@ def speculation_series(told: Sequence[tuple[str, SpeculationStats]]) -> Iterator
         "mean_accepted_tokens": ("Drafts accepted a run, since start", stats.mean_accepted),
         "tokens_per_run": ("Tokens that a verification gave", 1 + stats.mean_accepted),
         "depth": ("Drafts behind each other in the last step, agreed", stats.depth),
+        "recent_depth": ("The same, mean over the last steps that drafted", stats.recent_depth),
         "predicted_speedup": (
-            "By Leviathan's Theorem 3.8 from the measured acceptance and costs, at this depth",
-            stats.predicted,
+            "By Leviathan's Theorem 3.8 from the measured acceptance and costs, at the depths of "
+            "the last steps that drafted",
+            stats.recent_predicted,
         ),
         "round_cost_ratio": ("A round of drafting over a step of one token", stats.cost_ratio),
         "temperature": ("Mean over the runs: acceptance depends on it", stats.temperature),

@@ -38,6 +38,10 @@ def sum_over_ranks(told: Sequence[SpeculationStats]) -> SpeculationStats | None:
         failures=sum(x.failures for x in told),
         failure=failures[0] if failures else None,
         memory_bytes=sum(x.memory_bytes for x in told),
+        depths=first.depths,
+        recent_steps=first.recent_steps,
+        recent_depth=first.recent_depth,
+        recent_predicted=first.recent_predicted,
     )
 
 
@@ -53,7 +57,9 @@ def by_position(stats: SpeculationStats) -> list[float]:
 def report(
     planned: dict[str, Any] | None, told: Sequence[SpeculationStats]
 ) -> dict[str, Any] | None:
-    """planned: what a rank said when it was ready (`SpeculatePlan.report`); None: off."""
+    """planned: what a rank said when it was ready (`SpeculatePlan.report`); None: off.
+    current_depth is the last step's, so 0 between requests; predicted_speedup and recent_depth are
+    means over the last recent_steps steps that drafted."""
     if planned is None:
         return None
     stats = sum_over_ranks(told)
@@ -61,12 +67,15 @@ def report(
         return planned
     return planned | {
         "current_depth": stats.depth,
+        "recent_depth": round(stats.recent_depth, 2),
+        "recent_steps": stats.recent_steps,
+        "steps_by_depth": list(stats.depths),
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "acceptance": [round(x, 4) for x in by_position(stats)],
         "mean_accepted": round(stats.mean_accepted, 4),
         "temperature": round(stats.temperature, 4),
-        "predicted_speedup": round(stats.predicted, 4),
+        "predicted_speedup": round(stats.recent_predicted, 4),
         "failures": stats.failures,
         "failure": stats.failure,
     }

@@ -119,6 +119,10 @@ def stats(**changes: Any) -> SpeculationStats:
         "cost_ratio": 0.3,
         "rounds": 30,
         "seconds": 1.5,
+        "depths": (3, 0, 7),
+        "recent_steps": 7,
+        "recent_depth": 2.0,
+        "recent_predicted": 1.6,
     }
     return SpeculationStats(**given | changes)
 
@@ -135,6 +139,8 @@ def test_ranks_are_summed_and_the_temperature_stands_beside() -> None:
     assert told is not None
     assert told["acceptance"] == [0.45, 0.2] and told["temperature"] == 0.8
     assert told["current_depth"] == 2 and told["failures"] == 2
+    assert told["predicted_speedup"] == 1.6 and told["recent_depth"] == 2.0
+    assert told["steps_by_depth"] == [3, 0, 7] and told["recent_steps"] == 7
     assert report(None, []) is None and sum_over_ranks([]) is None
     assert report({"drafter": "mtp"}, []) == {"drafter": "mtp"}
 
@@ -154,7 +160,9 @@ def test_series_by_rank_position_and_drafter() -> None:
     of = ("drafter", "mtp"), ("rule", "same")
     assert values["moeserve_speculation_tokens_per_run", *of] == pytest.approx(2.2)
     assert values["moeserve_speculation_temperature", *of] == 0.5
-    assert values["moeserve_speculation_predicted_speedup", *of] == 1.4
+    assert values["moeserve_speculation_predicted_speedup", *of] == 1.6
+    assert values["moeserve_speculation_recent_depth", *of] == 2.0
+    assert values["moeserve_speculation_steps_total", ("depth", "2"), ("drafter", "mtp")] == 7
     assert list(speculation_series([])) == []
 
 
@@ -252,6 +260,25 @@ def test_a_drafter_that_fails_where_nobody_waits_costs_its_drafts_alone() -> Non
     told = engine.stats().speculation
     assert told is not None and told.failures == 2 and "drafter broke" in str(told.failure)
     assert told.drafted_tokens > 0 and drafter.forgotten == {"a"}
+
+
+def test_means_outlast_the_requests() -> None:
+    """Between requests the depth of the last step is 0: what is told of drafting is not."""
+    engine = engine_with(Failing(collective=False, bad=False), EPGroup.single())
+    for name in ("a", "b"):
+        engine.add_request(request(name, 40))
+    drafts = 0
+    while engine.has_work:
+        engine.step()
+        drafts += bool(engine.speculator.depth)  # type: ignore[union-attr]
+    speculator = engine.speculator
+    assert speculator is not None
+    speculator.depth = 0
+    told = speculator.stats()
+    assert told.depth == 0 and told.predicted == 1.0
+    assert 0 < told.depths[2] <= drafts and told.depths[:2] == (0, 0)
+    assert told.recent_depth == 2.0 and told.recent_steps == min(told.depths[2], 64)
+    assert told.recent_predicted != 1.0
 
 
 def test_one_that_fails_where_peers_wait_ends_the_job_on_that_rank(world: World) -> None:  # noqa: F811

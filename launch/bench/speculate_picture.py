@@ -6,6 +6,7 @@ Knows matplotlib and results; nothing of how they were made.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ def _panel(
 ) -> None:
     numbers = sorted({row[over] for row in rows if row[over] != "auto"})
     auto = (numbers[-1] if numbers else 0) + _AUTO
+    aside = _ASIDE
     if over == "batch":
         panel.set_xscale("log", base=2)
+        aside *= max(1.0, math.log2(numbers[-1] / numbers[0]) / 3)
     panel.axhline(1.0, color=FAINT, linewidth=1, zorder=1)
     for i, drafter in enumerate(drafters):
         colour, mark = COLOURS[i % len(COLOURS)], _MARKS[i % len(_MARKS)]
@@ -70,7 +73,7 @@ def _panel(
                 continue
             line.sort(key=lambda r: auto if r[over] == "auto" else r[over])
             at = [auto if r[over] == "auto" else r[over] for r in line]
-            side = (i - (len(drafters) - 1) / 2) * _ASIDE
+            side = (i - (len(drafters) - 1) / 2) * aside
             x = [n * 2**side if over == "batch" else n + side for n in at]
             middle = [quartiles(r["ratios"]) for r in line]
             low = [r["speedup"] - q[0] for r, q in zip(line, middle, strict=True)]

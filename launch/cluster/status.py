@@ -60,6 +60,7 @@ def report_of(target: Target) -> dict[str, Any]:
         "requests_in_flight": told.get("requests_in_flight"),
         "model": told.get("model"),
         "dispatch": told.get("dispatch"),
+        "speculation": told.get("speculation"),
         "slurm": None if target.state is None else vars(target.state),
         "trouble": target.trouble or None,
         "restarts": _restarts(target, told),
@@ -201,6 +202,8 @@ def _print_job(report: dict[str, Any]) -> None:
         print(", ".join(facts))
     if report["dispatch"]:
         print(f"dispatch: {_dispatch(report['dispatch'])}")
+    if report["speculation"]:
+        print(f"speculation: {_speculation(report['speculation'])}")
     slurm = report["slurm"]
     if slurm is not None:
         reason = f" ({slurm['reason']})" if slurm["reason"] else ""
@@ -230,6 +233,22 @@ def _dispatch(told: dict[str, Any]) -> str:
     for phase, value in names.items():
         words.append(f"{phase} {value.get('backend', value) if isinstance(value, dict) else value}")
     return ", ".join(words) or json.dumps(told)
+
+
+def _speculation(told: dict[str, Any]) -> str:
+    """Who drafts and what it came to since start."""
+    words = [str(told.get("drafter", "on"))]
+    if not told.get("drafted_tokens"):
+        return f"{words[0]}, nothing drafted yet"
+    share = told["accepted_tokens"] / told["drafted_tokens"]
+    words.append(f"{share:.0%} of {counted(told['drafted_tokens'], 'draft')} accepted")
+    words.append(f"{told['mean_accepted']:.2f} a run at temperature {told['temperature']:.2g}")
+    if told.get("recent_steps"):
+        words.append(f"depth {told['recent_depth']:.1f}")
+        words.append(f"predicted {told['predicted_speedup']:.2f} x")
+    if told.get("failures"):
+        words.append(f"{counted(told['failures'], 'failure')}, last: {told['failure']}")
+    return ", ".join(words)
 
 
 def _ago(seconds: float | None) -> str:

@@ -14,6 +14,8 @@ Shape letters: T rows of the step, D hidden, K largest depth, R ranks.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,6 +39,8 @@ from moeserve.speculate.run_limits import draft_room
 from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
 from moeserve.wire_speculation import SpeculationStats
+
+RECENT = 64  # steps that drafted, over which users are told means
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Speculator:
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
         self._temperatures = 0.0
+        self._depths = [0] * (policy.max_depth + 1)  # steps in which somebody could draft
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
         # Rows of a tree for each of its levels; 1 of a chain.
         self._fan = max(drafter.max_nodes / drafter.max_depth, 1.0)
         scheduler.on_gone = self.gone
@@ -122,6 +128,10 @@ class Speculator:
             self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
         else:
             self.depth = policy.pass_by()
+        if self._max_next:
+            self._depths[self.depth] += 1
+            if self.depth:
+                self._recent.append((self.depth, self._max_next))
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
 
     # -- the step ------------------------------------------------------------------------------
@@ -204,10 +214,7 @@ class Speculator:
         counters, acceptance = self._scheduler.counters, self.acceptance
         runs = acceptance.num_runs
         ratio = self.costs.costs().ratio(self.depth, max(self._max_next, 1))
-        predicted = 1.0
-        if runs and self.depth and self.costs.is_known:
-            rate = mean_rate(acceptance.reach(), self.depth)
-            predicted = predicted_speedup(rate, self.depth, ratio)
+        recent = self._recent
         return SpeculationStats(
             drafter=self.drafter.name,
             rule=self.rule.value,
@@ -219,14 +226,29 @@ class Speculator:
             drafted=tuple(acceptance.drafted.tolist()),
             accepted=tuple(acceptance.accepted.tolist()),
             temperature=self._temperatures / runs if runs else 0.0,
-            predicted=predicted,
+            predicted=self._predicted([(self.depth, max(self._max_next, 1))]),
             cost_ratio=ratio,
             rounds=self.num_rounds,
             seconds=self.seconds,
             failures=self.num_failures,
             failure=self.failure,
             memory_bytes=self.drafter.memory_bytes(),
+            depths=tuple(self._depths),
+            recent_steps=len(recent),
+            recent_depth=sum(depth for depth, _ in recent) / len(recent) if recent else 0.0,
+            recent_predicted=self._predicted(recent),
         )
+
+    def _predicted(self, steps: Collection[tuple[int, int]]) -> float:
+        """Mean over steps (depth, sequences) of what the theorem says with the acceptance and costs
+        of now. 1 where nothing is known."""
+        if not (steps and self.acceptance.num_runs and self.costs.is_known):
+            return 1.0
+        reach, costs, total = self.acceptance.reach(), self.costs.costs(), 0.0
+        rates = {depth: mean_rate(reach, depth) for depth in {depth for depth, _ in steps}}
+        for (depth, num), count in Counter(steps).items():
+            total += count * predicted_speedup(rates[depth], depth, costs.ratio(depth, num))
+        return total / len(steps)
 
     # -- parts ---------------------------------------------------------------------------------
 
