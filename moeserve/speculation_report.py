@@ -49,9 +49,15 @@ def _columns(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(column) for column in zip(*rows, strict=True))
 
 
-def by_position(stats: SpeculationStats) -> list[float]:
-    """Of the drafts at each position that has some, the share that was accepted."""
-    return [a / d for a, d in zip(stats.accepted, stats.drafted, strict=True) if d]
+def shares(drafted: Sequence[int], accepted: Sequence[int]) -> list[float | None]:
+    """By position, of the drafts there the share that was accepted. None where none was ever tried:
+    nothing was drafted there, or all before it were refused each time, which says nothing of it."""
+    found: list[float | None] = []
+    reached = True
+    for d, a in zip(drafted, accepted, strict=True):
+        found.append(round(a / d, 4) if d and reached else None)
+        reached = a > 0
+    return found
 
 
 def report(
@@ -72,7 +78,7 @@ def report(
         "steps_by_depth": list(stats.depths),
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
-        "acceptance": [round(x, 4) for x in by_position(stats)],
+        "acceptance": shares(stats.drafted, stats.accepted),
         "mean_accepted": round(stats.mean_accepted, 4),
         "temperature": round(stats.temperature, 4),
         "predicted_speedup": round(stats.recent_predicted, 4),

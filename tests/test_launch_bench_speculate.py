@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launch.bench.speculate_figures import Pair, Run, predicted, rate_of, row, shares
+from launch.bench.speculate_figures import Pair, Run, predicted, rate_of, row
 from launch.bench.speculate_flags import Cell, SpeculateFlags, check
 from launch.bench.speculate_prompts import read_prompts
 from launch.bench.speculate_show import Result, as_json, short, show, told
@@ -18,6 +18,7 @@ from launch.cli import app
 from moeserve.errors import ConfigError
 from moeserve.speculate.acceptance import predicted_speedup
 from moeserve.speculate.setting import read_speculate
+from moeserve.speculation_report import shares
 
 TINY = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 MACHINE = {"cpu": "a CPU", "cores": 2, "torch": "2", "commit": "abc1234", "changed": True}

@@ -18,6 +18,7 @@ from typing import Any
 from launch.bench.figures import Spread, paired_ratio, percentile
 from launch.bench.speculate_flags import Cell
 from moeserve.speculate.acceptance import expected_tokens
+from moeserve.speculation_report import shares
 
 Tokens = dict[str, tuple[int, ...]]  # of each prompt
 
@@ -109,17 +110,6 @@ def row(
         "ratios": [round(x, 4) for x in ratios],
         "same_tokens": same_tokens(pairs) if compared else None,
     }
-
-
-def shares(drafted: Sequence[int], accepted: Sequence[int]) -> list[float | None]:
-    """By position, of the drafts there the share that was accepted. None where none was ever tried:
-    nothing was drafted there, or all before it were refused each time, which says nothing of it."""
-    found: list[float | None] = []
-    reached = True
-    for d, a in zip(drafted, accepted, strict=True):
-        found.append(round(a / d, 4) if d and reached else None)
-        reached = a > 0
-    return found
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
