@@ -53,7 +53,9 @@ def randomised(head: EagleNet | MedusaNet, seed: int = 0) -> None:
 def an_eagle() -> tuple[EagleNet, EagleHead]:
     """The training network, and the engine's head of the same tensors."""
     embed = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(1))
-    net = EagleNet(embed, 1e-6, heads=2, width=48)
+    with torch.random.fork_rng():  # its own start is drawn too: some are too near the tolerance
+        torch.manual_seed(1)
+        net = EagleNet(embed, 1e-6, heads=2, width=48)
     randomised(net)
     return net, load_eagle(HeadFile(net.published(), net.config(VOCAB)), SIZE, VOCAB)
 
