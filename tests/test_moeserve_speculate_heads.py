@@ -354,6 +354,23 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         read_medusa(tmp_path / "empty", D, V)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "must"),
+    [
+        ("rope_theta", 0, "above 0"),
+        ("rope_theta", float("nan"), "above 0"),
+        ("rms_norm_eps", -1e-6, "above 0"),
+        ("num_hidden_layers", 1.5, "whole"),
+        ("num_attention_heads", 0, "above 0"),
+        ("intermediate_size", "wide", "a number"),
+    ],
+)
+def test_a_head_of_impossible_numbers_is_refused(key: str, value: object, must: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_eagle(HeadFile(eagle_tensors(), EAGLE_CONFIG | {key: value}), D, V)
+    assert f"config.json {key}={value!r} must be {must}" in str(error.value)
+
+
 def test_the_other_kinds_folder_is_one_line(tmp_path: Path) -> None:
     medusa_config = {"medusa_num_heads": 3, "medusa_num_layers": 1}
     both = {"eagle": (eagle_tensors(), EAGLE_CONFIG), "medusa": (medusa_tensors(), medusa_config)}

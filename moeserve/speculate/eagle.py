@@ -79,11 +79,11 @@ def load_eagle(file: HeadFile, hidden_size: int, vocab_size: int) -> EagleHead:
         raise ConfigError([f"{file.where}: an EAGLE-3 head; valid are heads of EAGLE 1 and 2"])
     file.refuse_if_other("eagle")
     size = hidden_size
-    heads = int(file.number("num_attention_heads"))
-    groups = int(file.number("num_key_value_heads", heads))
-    dim = int(file.number("head_dim", size // max(heads, 1)))
-    wide = int(file.number("intermediate_size"))
-    num = int(file.number("num_hidden_layers", 1))
+    heads = file.count("num_attention_heads")
+    groups = file.count("num_key_value_heads", heads)
+    dim = file.count("head_dim", size // max(heads, 1))
+    wide = file.count("intermediate_size")
+    num = file.count("num_hidden_layers", 1)
     if file.number("hidden_size", size) != size:
         file.problems.append(
             f"{file.where}: config.json hidden_size={file.config['hidden_size']}, the target's "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,22 @@ class HeadFile:
         return name in self._left
 
     def number(self, key: str, default: int | float | None = None) -> int | float:
+        """Above 0 and finite."""
         value = self.config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.problems.append(f"{self.where}: config.json {key}={value!r} must be a number")
             return default or 1
+        if not (value > 0 and isfinite(value)):
+            self.problems.append(f"{self.where}: config.json {key}={value!r} must be above 0")
+            return default or 1
         return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.number(key, default)
+        if value != int(value):
+            self.problems.append(f"{self.where}: config.json {key}={value!r} must be whole")
+        return max(int(value), 1)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor of this shape; a problem and zeros where it is another."""

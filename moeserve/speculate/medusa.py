@@ -50,8 +50,8 @@ class MedusaHead:
 def load_medusa(file: HeadFile, hidden_size: int, vocab_size: int) -> tuple[MedusaHead, ...]:
     """ConfigError if names or shapes are not those of heads for such a target."""
     file.refuse_if_other("medusa")
-    num = int(file.number("medusa_num_heads"))
-    layers = int(file.number("medusa_num_layers", 1))
+    num = file.count("medusa_num_heads")
+    layers = file.count("medusa_num_layers", 1)
     shared = file.config.get("original_lm_head") is True
     heads = []
     for i in range(num):

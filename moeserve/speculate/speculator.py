@@ -312,8 +312,10 @@ class Speculator:
         return dict(zip(able, counts, strict=True))
 
     def _most_levels(self, num: int) -> int:
-        """Of all trees together, what fits into a step beside a token of each of num sequences."""
-        return int((self._scheduler.limits.token_budget - num) / self._fan)
+        """Of all trees together, what fits into a step beside a token of each of num sequences. Of
+        a tree wider than that a first part is taken (`place_drafts`)."""
+        left = self._scheduler.limits.token_budget - num
+        return max(int(left / self._fan), min(left, 1))
 
     def _room(self, sequence: Sequence) -> int:
         room = draft_room(sequence, self.depth)
