@@ -50,8 +50,9 @@ def test_four_ranks(tmp_path: Path) -> None:
     assert report["all_to_all"]["correct"] and report["all_to_all"]["rows"] > 0
     assert [n["name"] for n in report["nodes"]] == ["box#0", "box#1"]
     checks = {c["name"]: c for c in report["checks"]}
-    assert checks["torch"]["state"] == "warning" and "box#1: 2.1" in checks["torch"]["found"]
-    assert checks["python"]["state"] == "ok" and report["ok"]
+    assert checks["torch"]["state"] == "fails" and "box#1: 2.1" in checks["torch"]["found"]
+    assert "serve refuses" in checks["torch"]["reason"]
+    assert checks["python"]["state"] == "ok" and not report["ok"]
     (_, _), (offset, error) = found[0]["clocks"]
     assert abs(offset - 100) <= error + 1e-3 and error < 5
 

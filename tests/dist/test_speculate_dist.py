@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[str, int | None, str, dict[str, Any]]] = {
         {"chunk": 5, "size": 4, "tokens": LENGTH, "rows": 12, "overlap": 6},
     ),
     "ngram-4": ("ngram", 4, "spread", {"size": 4, "prefix": True}),
+    "oracle-tree-3": ("oracle", 3, "spread", {"size": 4, "chunk": 5, "nodes": 12}),
     "oracle-5": ("oracle", 5, "all-on-0", {"size": 4, "prefix": True, "chunk": 7}),
 }
 
@@ -127,6 +128,7 @@ def serve(
     prefix: bool = False,
     together: bool = True,
     overlap: int | None = None,
+    nodes: int | None = None,
 ) -> dict[str, Any]:
     """This rank's part; every rank calls it, with requests or without, until all agree to stop."""
     model: Any = loaded.runner.model
@@ -150,7 +152,7 @@ def serve(
             made = NgramDrafter(model.config.vocab_size, most, longest=3, shortest=1)
         else:
             assert known is not None
-            made = Oracle(known, most, model.config.vocab_size)
+            made = Oracle(known, most, model.config.vocab_size, nodes)
         adaptive = Restless if depth == RESTLESS else AdaptiveDepth
         policy = FixedDepth(depth) if depth else adaptive(most)
         told = speculator = Speculator(made, policy, runner, scheduler, group.rank)
