@@ -255,6 +255,26 @@ def test_each_has_refusals_of_its_own() -> None:
     assert "has no" in str(FlashInferMla(older).refusal(PROBLEM))
 
 
+@pytest.mark.parametrize(
+    ("backend", "word"),
+    [
+        (FlashMla(SimpleNamespace()), "no flash_mla_with_kvcache"),
+        (
+            FlashMla(SimpleNamespace(flash_mla_with_kvcache=lambda **all_: 0)),
+            "no get_mla_metadata",
+        ),
+        (FlashInferMla(SimpleNamespace()), "no BatchMLAPagedAttentionWrapper"),
+        (
+            FlashInferMla(SimpleNamespace(BatchMLAPagedAttentionWrapper=object)),
+            "no BatchMLAPagedAttentionWrapper.run",
+        ),
+    ],
+)
+def test_a_wheel_that_lacks_a_name_is_a_reason_too(backend: MlaBackend, word: str) -> None:
+    assert f"this version has {word}" in str(backend.refusal(PROBLEM))
+    assert choose_mla(PROBLEM, [backend, TritonMla()]).backend.name == "triton"
+
+
 def test_what_is_not_installed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", None)

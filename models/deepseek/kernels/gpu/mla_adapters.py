@@ -135,7 +135,10 @@ def common_refusal(problem: MlaProblem, library: str) -> str | None:
 
 
 def lacking(function: Any, wanted: Sequence[str], name: str) -> str | None:
-    """Parameters that we pass and a function of this version does not have."""
+    """Parameters that we pass and a function of this version does not have. function None: the
+    library has none of that name."""
+    if function is None:
+        return f"this version has no {name}"
     try:
         has = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -59,7 +59,9 @@ class FlashMla:
         module, why = self._load()
         if why is not None:
             return why
-        why = lacking(module.flash_mla_with_kvcache, PARAMETERS, "flash_mla_with_kvcache")
+        decode = getattr(module, "flash_mla_with_kvcache", None)
+        why = lacking(decode, PARAMETERS, "flash_mla_with_kvcache")
+        why = why or lacking(getattr(module, "get_mla_metadata", None), (), "get_mla_metadata")
         if why is None and self._is_split(module) and not self._has_legacy(module):
             why = "this flash_mla was built without its legacy side, which has dense decode"
         return why
@@ -112,5 +114,5 @@ class FlashMla:
 
     @staticmethod
     def _has_legacy(module: Any) -> bool:
-        loader = getattr(module, "_loader", None)
-        return loader is None or bool(loader.has_legacy())
+        has = getattr(getattr(module, "_loader", None), "has_legacy", None)
+        return has is None or bool(has())

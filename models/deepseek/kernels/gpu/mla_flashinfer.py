@@ -64,11 +64,16 @@ class FlashInferMla:
         module, why = self._load()
         if why is not None:
             return why
-        wrapper = module.BatchMLAPagedAttentionWrapper
+        name = "BatchMLAPagedAttentionWrapper"
+        wrapper = getattr(module, name, None)
+        if wrapper is None:
+            return f"this version has no {name}"
+        runner, planner = getattr(wrapper, "run", None), getattr(wrapper, "plan", None)
+        why = lacking(runner, (), f"{name}.run")
+        if why is not None:
+            return why
         plan, run = (NEW_PLAN, NEW_RUN) if self._is_new(module) else (FLAT, OLD_RUN)
-        return lacking(wrapper.plan, PLAN + plan, "BatchMLAPagedAttentionWrapper.plan") or lacking(
-            wrapper.run, run, "BatchMLAPagedAttentionWrapper.run"
-        )
+        return lacking(planner, PLAN + plan, f"{name}.plan") or lacking(runner, run, f"{name}.run")
 
     def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
         why = self.refusal(problem)
