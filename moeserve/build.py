@@ -157,6 +157,7 @@ def build_engine(
         runner.graphs = open_graphs(
             config, group, runner, plan.max_model_len, nodes, start.notes,
             lambda size, done, of: progress("graphs", done, of),
+            trees=start.speculate is not None and start.speculate.nodes > start.speculate.depth,
         )  # fmt: skip
         ledger.took("graphs")
         agree_on_problems(group, ledger.exceeded())

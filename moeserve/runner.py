@@ -83,7 +83,7 @@ class ModelRunner:
         observer = self.tracer.observe(self.recorder)
         if self.graphs is not None and batch.host is not None and not in_halves:
             rows = self.graphs.rung(max_tokens, decode_only)
-            if rows is not None and batch.host.ancestors is None:
+            if rows is not None:  # no rank has trees where there are captured steps (`no_graphs`)
                 return self.graphs.run(rows, batch.host, batch.forward, observer)
         if not in_halves:
             return self.model.forward(batch.forward, self.cache, observer)

@@ -201,6 +201,13 @@ def test_dispatchers_that_wait_are_not_captured(folder: Path) -> None:
     assert notes == [
         "graphs: none; dispatcher 'local' cannot be captured: the host waits for what ranks send"
     ]
+    runner.model.dispatcher.graph_safe = True
+    notes = []
+    assert (
+        open_graphs(config, SINGLE, runner, MAX_LEN, 5, notes, api=ReplayedApi(), trees=True)
+        is None
+    )
+    assert notes == ["graphs: none; drafts are trees, and captured steps take chains only"]
     off = settings(folder, engine={"graphs": "off", "quiet": True})
     assert no_graphs(off, runner, 4) == "off (asked for)"
 

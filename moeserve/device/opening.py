@@ -88,10 +88,15 @@ def plan_kv(ledger: MemoryLedger, given: int, most: int | None = None) -> None:
     ledger.plan({"kv_cache": given or (left if most is None else min(left, most))})
 
 
-def no_graphs(config: ServeConfig, runner: ModelRunner, rows: int) -> str | None:
-    """Why decode steps are not captured; None: they can be."""
+def no_graphs(
+    config: ServeConfig, runner: ModelRunner, rows: int, trees: bool = False
+) -> str | None:
+    """Why decode steps are not captured; None: they can be. trees: drafts may be such; which rank
+    has one in a step is not agreed, so ranks with and without one would take different steps."""
     if config.engine.graphs == "off":
         return "off (asked for)"
+    if trees:
+        return "none; drafts are trees, and captured steps take chains only"
     dispatcher = getattr(runner.model, "dispatcher", None)
     if dispatcher is None:
         return None
@@ -113,11 +118,12 @@ def open_graphs(
     notes: list[str],
     progress: Progress = lambda size, done, of: None,
     api: DeviceApi | None = None,
+    trees: bool = False,
 ) -> StepGraphs | None:
     """Capture decode steps at a ladder of sizes; notes: what came of it. Collective on `group`.
-    None where there are none."""
+    trees: the same on all ranks, see `no_graphs`. None where there are none."""
     rows = decode_rows(config, drafts)
-    why = no_graphs(config, runner, rows)
+    why = no_graphs(config, runner, rows, trees)
     if why is not None:
         notes.append(f"graphs: {why}")
         return None
