@@ -125,6 +125,14 @@ BEFORE = {key_of(REPORT): Recorded(REPORT, "")}
             {"instructions": {"cp.async.cg": 8, "ld.global.v4": 2}},
             "0 x wgmma.mma_async, recorded 4",
         ),
+        (
+            {"instructions": {"wgmma.mma_async": 3, "cp.async.cg": 8, "ld.global.v4": 2}},
+            "3 x wgmma.mma_async, recorded 4",
+        ),
+        (
+            {"instructions": REPORT.instructions | {"mma.sync": 1}},
+            "1 x mma.sync, recorded 0",
+        ),
         ({"instructions": {"wgmma.mma_async": 4, "ld.global.v4": 4}}, "4 wide loads, recorded 10"),
     ],
 )
@@ -137,6 +145,15 @@ def test_a_few_registers_and_another_way_to_load_widely_are_no_fault() -> None:
     by_tma = {"wgmma.mma_async": 8, "cp.async.bulk.tensor": 10}
     assert faults(CASE, 90, replace(REPORT, registers=116, instructions=by_tma), BEFORE) == []
     assert faults(CASE, 90, replace(REPORT, registers=20, shared_bytes=0), BEFORE) == []
+
+
+def test_mma_sync_may_shrink_or_make_way_but_not_vanish() -> None:
+    old = replace(REPORT, instructions={"mma.sync": 8})
+    before = {key_of(old): Recorded(old, "")}
+    for fine in ({"mma.sync": 4}, {"wgmma.mma_async": 1}):
+        assert faults(CASE, 90, replace(old, instructions=fine), before) == []
+    (line,) = faults(CASE, 90, replace(old, instructions={}), before)
+    assert "no mma.sync, and nothing in its place" in line
 
 
 def test_without_a_record_only_spills_and_wants_count() -> None:

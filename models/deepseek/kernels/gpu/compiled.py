@@ -26,7 +26,8 @@ RECORD = Path(__file__).with_name("compiled.json")
 # What may differ without a word: ptxas places a few registers otherwise after harmless changes.
 REGISTERS_SLACK = 16
 SHARED_SLACK = 1024
-UNITS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+NEWER_UNITS = ("wgmma.mma_async", "tcgen05.mma")
+UNITS = (*NEWER_UNITS, "mma.sync")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def gone(cases: Sequence[CompileCase], record: Record) -> list[str]:
 def faults(case: CompileCase, arch: int, report: CompileReport, record: Record) -> list[str]:
     """What is worse than it was, or missing whatever it was; empty: fine. More registers than 16
     above the record, more than 1 KiB more shared memory, any more spilled bytes (without a record:
-    any), a unit or wide loads that are gone or fewer than half as many."""
+    any), fewer instructions of the newer units, more of mma.sync, no unit at all where there was
+    one, fewer than half as many wide loads."""
     name = f"{report.kernel} ({report.config}) for {report.arch}"
     said = [f"no {word} any more" for word in missing_words(case, arch, report)]
     row = record.get(key_of(report))
@@ -128,8 +130,10 @@ def faults(case: CompileCase, arch: int, report: CompileReport, record: Record) 
         said.append(f"{report.shared_bytes} bytes shared, recorded {was.shared_bytes}")
     for unit in UNITS:
         before, now = was.instructions.get(unit, 0), report.instructions.get(unit, 0)
-        if 2 * now < before and unit != "mma.sync":
+        if now < before if unit in NEWER_UNITS else now > before:
             said.append(f"{now} x {unit}, recorded {before}")
+    if unit_of(was) == "mma" and unit_of(report) == "-":
+        said.append("no mma.sync, and nothing in its place")
     before, now = wide_loads(was), wide_loads(report)
     if 2 * now < before:
         said.append(f"{now} wide loads, recorded {before}")
