@@ -159,6 +159,8 @@ def build_engine(
             lambda size, done, of: progress("graphs", done, of),
             trees=start.speculate is not None and start.speculate.nodes > start.speculate.depth,
         )  # fmt: skip
+        if runner.graphs is not None and not config.engine.quiet:
+            runner.graphs.say = say
         ledger.took("graphs")
         agree_on_problems(group, ledger.exceeded())
         engine.info["memory_plan"] = ledger.report()

@@ -77,14 +77,16 @@ class ModelRunner:
         Agreed in lockstep: max_tokens, the most tokens of any rank in this step; decode_only, that
         no rank computes prompt tokens."""
         in_halves = goes_in_halves(max_tokens, self.overlap_from)
+        rows: int | None = None  # of the captured step; from what was agreed alone
+        if self.graphs is not None and batch.host is not None and not in_halves:
+            rows = self.graphs.ready(max_tokens, decode_only)
         if self._dispatcher is not None:
             bound = largest_half(max_tokens) if in_halves and max_tokens else max_tokens
             self._dispatcher.set_step_bound(bound, decode_only)
         observer = self.tracer.observe(self.recorder)
-        if self.graphs is not None and batch.host is not None and not in_halves:
-            rows = self.graphs.rung(max_tokens, decode_only)
-            if rows is not None:  # no rank has trees where there are captured steps (`no_graphs`)
-                return self.graphs.run(rows, batch.host, batch.forward, observer)
+        if rows is not None:  # no rank has trees where there are captured steps (`no_graphs`)
+            assert self.graphs is not None and batch.host is not None
+            return self.graphs.run(rows, batch.host, batch.forward, observer)
         if not in_halves:
             return self.model.forward(batch.forward, self.cache, observer)
         out = self.model.forward(batch.forward, self.cache, observer, halves=True)

@@ -135,6 +135,60 @@ def test_another_placement_captures_again(random_checkpoint: Path) -> None:
     assert graphs.num_recaptures > 0
 
 
+def test_what_cannot_be_captured_again_is_out_of_use_on_all_ranks(folder: Path) -> None:
+    """Two ranks; the second cannot capture 2 rows again. Both dispatch as often in each step."""
+    steps: list[list[tuple[int | None, int]]] = []
+    for refuse in (frozenset[int](), frozenset({3})):  # behind the 3 of the start
+        graphs = small_graphs(folder, ReplayedApi(refuse=refuse))
+        count = counted(graphs._model.dispatcher)
+        said: list[str] = []
+        graphs.say = said.append
+        answers: list[bool] = []
+        graphs.capture_all(agree=lambda ok, answers=answers: answers.append(ok) or ok)
+        graphs._agree = lambda ok, answers=answers: answers.append(ok) or False
+        graphs._model.adopt_placement(replace(graphs._model.placement, generation=7))
+        count.clear()
+        took = []
+        for rows in (2, 3):
+            took.append((graphs.ready(rows, True), len(count)))
+            graphs._agree = lambda ok, answers=answers: answers.append(ok) or ok
+        took.append((graphs.ready(4, True), len(count)))  # as it is
+        steps.append(took)
+        assert answers == [True, True, True, not refuse, True] and graphs.rungs == (1, 4)
+        assert graphs.num_recaptures == 1
+        why = "not permitted when stream" if refuse else "another rank cannot"
+        (note,) = graphs.notes
+        assert said == ([note] if refuse else [])  # by the rank that knows why
+        assert "of 2 rows are no longer captured since experts moved: " in note and why in note
+    assert steps[0] == steps[1]
+    assert [size for size, _ in steps[0]] == [None, 4, 4]
+    assert steps[0][1][1] == steps[0][2][1] > 0
+
+
+def test_captured_again_within_the_budget(folder: Path) -> None:
+    api = ReplayedApi(each=100)
+    graphs = small_graphs(folder, api)
+    graphs.capture_all(Budget(memory=350))
+    assert graphs.rungs == (1, 2, 4)
+    api.free -= 1000  # steps that are not captured took it meanwhile
+    graphs._model.adopt_placement(replace(graphs._model.placement, generation=7))
+    assert graphs.ready(1, True) is None
+    assert graphs.rungs == (2, 4) and "400 bytes would be taken" in graphs.notes[0]
+
+
+def counted(dispatcher: Any) -> list[int]:
+    """Grows by one a dispatch."""
+    seen: list[int] = []
+    start = dispatcher.dispatch_start
+
+    def dispatch_start(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return start(*args, **kwargs)
+
+    dispatcher.dispatch_start = dispatch_start
+    return seen
+
+
 def small_graphs(random_checkpoint: Path, api: ReplayedApi) -> StepGraphs:
     runner = build_engine(settings(random_checkpoint), SINGLE).runner
     bound = runner.model.dispatcher.set_step_bound

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -138,6 +138,9 @@ class StepGraphs:
         self.rungs: tuple[int, ...] = ()  # those that all ranks have, ascending
         self._held: dict[int, _Captured] = {}
         self.notes: list[str] = []
+        self.say: Callable[[str], None] = lambda line: None  # what the start could not tell
+        self._budget, self._agree = Budget(), cast(Agree, bool)
+        self._free = self._taken = 0  # bytes: free without captured steps, and what those take
         self.seconds = 0.0
         self.num_replays = self.num_padding_rows = self.num_recaptures = 0
 
@@ -153,16 +156,16 @@ class StepGraphs:
     ) -> None:
         """The largest first: the smaller ones live in its memory. Collective, where the model is; a
         rung counts where every rank has it (agree)."""
-        budget = budget or Budget()
-        start, free = clock(), self._api.free_bytes()
+        self._budget = budget = budget or Budget()
+        self._agree = agree
+        start = clock()
+        self._free = self._api.free_bytes()
         done: list[int] = []
         failed: dict[str, list[int]] = {}
         for number, size in enumerate(reversed(self.wanted)):
             progress(size, number, len(self.wanted))
             late = clock() - start > budget.seconds
             why = f"{budget.seconds:.0f} s have gone" if late else self._try(size)
-            if why is None and (taken := free - self._api.free_bytes()) > budget.memory:
-                why = f"{taken} bytes would be taken, --graph-memory is {budget.memory}"
             if agree(why is None):
                 done.append(size)
                 continue
@@ -176,13 +179,16 @@ class StepGraphs:
             self.notes.append(f"graphs: decode steps of {told} rows are not captured: {why}")
 
     def _try(self, size: int) -> str | None:
-        """Why this rung cannot be captured; None: it is."""
+        """Why this rung cannot be captured, or not within the budget; None: it is."""
         try:
             self._held[size] = self._capture(size)
         except EngineFailed:
             raise
         except Exception as error:  # whatever a kernel or library raises that may not be captured
             return one_line(error)
+        if (taken := self._free - self._api.free_bytes()) > self._budget.memory:
+            return f"{taken} bytes would be taken, --graph-memory is {self._budget.memory}"
+        self._taken = taken
         return None
 
     def _capture(self, size: int) -> _Captured:
@@ -231,6 +237,30 @@ class StepGraphs:
         """See `ladder.rung`: the same on all ranks."""
         return rung(max_tokens, decode_only, self.rungs)
 
+    @torch.inference_mode()
+    def ready(self, max_tokens: int | None, decode_only: bool) -> int | None:
+        """`rung`, captured again where it is of a placement that is out of use. Collective then:
+        placements change on all ranks before the same step, and a rung that one rank cannot
+        capture again is out of use on all; this step goes as it is (None)."""
+        size = self.rung(max_tokens, decode_only)
+        if size is None or self._held[size].placement is self._placement:
+            return size
+        self._free = self._api.free_bytes() + self._taken  # what others took since is not ours
+        del self._held[size]  # first: the new one may live in its memory
+        why = self._try(size)
+        if self._agree(why is None):
+            self.num_recaptures += 1
+            return size
+        self._held.pop(size, None)
+        self.rungs = tuple(n for n in self.rungs if n != size)
+        self.notes.append(
+            f"graphs: decode steps of {size} rows are no longer captured since experts moved: "
+            f"{why or 'another rank cannot'}"
+        )
+        if why is not None:
+            self.say(self.notes[-1])
+        return None
+
     def run(
         self,
         size: int,
@@ -239,11 +269,9 @@ class StepGraphs:
         observer: StepObserver | None = None,
     ) -> ForwardOutput:
         """The step's batch as it lies on the host and on the device; no more than `size` rows, no
-        trees. logits are the captured step's own until the next one."""
+        trees; size: from `ready`. logits are the captured step's own until the next one."""
         held = self._held[size]
-        if held.placement is not self._placement:  # it routes by tables that are out of use
-            held = self._held[size] = self._capture(size)
-            self.num_recaptures += 1
+        assert held.placement is self._placement  # or it routes by tables that are out of use
         n = host.num_tokens
         assert n <= size and host.ancestors is None
         held.inputs.fill(host, there)
