@@ -168,7 +168,7 @@ class Flash:
     def step(self, problem: MlaProblem, step: MlaStep) -> Any:
         if self.step_refused:
             raise ShapeRefused("not this step")
-        return "flash"
+        return lambda q, layer: (q, layer)
 
 
 def step_of(rows: int, context: int, known: bool = True) -> MlaStep:
@@ -188,9 +188,16 @@ def test_the_fastest_decodes_each_step() -> None:
     problem = MlaProblem(128, 512, 64, 64, 90)
     fastest = FastestMla(table, [Flash()])
     for known in (True, False):
-        assert fastest.step(problem, step_of(1, 1000, known)) == "flash"
+        out = fastest.step(problem, step_of(1, 1000, known))(torch.ones(1), torch.ones(1))
+        assert out == (torch.ones(1), torch.ones(1))
         assert callable(fastest.step(problem, step_of(256, 4000, known)))  # ours
-    assert callable(FastestMla(table, [Flash(True)]).step(problem, step_of(1, 1000)))
+    assert fastest.choices == (
+        "mla decode by table, 1 rows, 1024 positions or fewer: flash_mla",
+        "mla decode by table, 256 rows, 4096 positions or fewer: triton",
+    )
+    refused = FastestMla(table, [Flash(True)])
+    assert callable(refused.step(problem, step_of(1, 1000)))
+    assert refused.choices[0].endswith(": triton (no flash_mla: not this step)")
     assert callable(FastestMla(table, []).step(problem, step_of(1, 1000)))
     strict = MlaProblem(128, 512, 64, 64, 90, deterministic=True)
     assert "company" in str(fastest.refusal(strict))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.deepseek.kernels.gpu.bench.winners import FastestMla, Winner, Winners
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -27,6 +28,7 @@ from models.deepseek.kernels.gpu.mla_adapters import (
 )
 from models.deepseek.kernels.gpu.mla_flash_mla import FlashMla
 from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
+from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 from models.deepseek.kernels.gpu.mla_plan import plan_decode
 from models.interface import ForwardBatch
 
@@ -211,6 +213,16 @@ def test_the_same_results_as_ours_in_every_layer(backend: MlaBackend, block: int
 
 
 @pytest.mark.parametrize(("backend", "block"), BACKENDS)
+def test_lengths_that_the_host_does_not_know_are_asked_of_the_device(
+    backend: MlaBackend, block: int
+) -> None:
+    step, q, layer = world(block)
+    problem = replace(PROBLEM, block_size=block)
+    unknown = replace(step, lengths=None)
+    assert check_against_ours(backend, problem, unknown, q, layer) < 2**-6
+
+
+@pytest.mark.parametrize(("backend", "block"), BACKENDS)
 def test_a_step_without_rows(backend: MlaBackend, block: int) -> None:
     step, q, layer = world(block, padding=0)
     empty = MlaStep(step.plan.rows(0, 0), step.tables, SCALE, [])
@@ -248,7 +260,7 @@ def test_each_has_refusals_of_its_own() -> None:
     assert infer.refusal(replace(PROBLEM, arch=100)) is None
     step, _, _ = world()
     with pytest.raises(ShapeRefused, match="lengths"):
-        infer.step(PROBLEM, replace(step, lengths=None))
+        infer.step(PROBLEM, replace(step, lengths=[1]))
     older = SimpleNamespace(
         BatchMLAPagedAttentionWrapper=type("W", (), {"plan": lambda self: 0, "run": lambda s: 0})
     )
@@ -289,3 +301,63 @@ def test_what_is_not_installed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) 
 def test_the_first_that_fits_is_taken() -> None:
     choice = choose_mla(PROBLEM, [FlashMla(flash_mla()), TritonMla()])
     assert choice.backend.name == "flash_mla" and choice.reason == "mla decode: flash_mla"
+
+
+class Broken:
+    """A library that raises: while a step is made, or at its first call."""
+
+    name = "flash_mla"
+
+    def __init__(self, early: bool) -> None:
+        self.early, self.asked = early, 0
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        return None
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> Any:
+        self.asked += 1
+
+        def decode(q: Tensor, layer: Tensor) -> Any:
+            raise RuntimeError("no kernel image is available\nand more")
+
+        return decode(step.tables, step.tables) if self.early else decode
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_library_that_raises_is_left_for_the_next(early: bool) -> None:
+    step, q, layer = world()
+    broken, guard = Broken(early), MlaGuard()
+    want, _ = TritonMla().step(PROBLEM, step)(q, layer)
+    for _ in range(2):  # steps
+        decode = guard.step(PROBLEM, step, [broken, TritonMla()])
+        for _ in range(2):  # layers
+            assert torch.equal(decode(q, layer)[0], want)
+    assert broken.asked == 1
+    why = "no flash_mla: it raised RuntimeError: no kernel image is available"
+    assert guard.choices[-1] == f"mla decode: triton ({why})"
+    assert len(guard.choices) == (1 if early else 2)
+
+
+def test_what_raises_after_it_has_decoded_is_an_error() -> None:
+    step, q, layer = world()
+    library = FlashMla(flash_mla())
+    decode = MlaGuard().step(PROBLEM, step, [library, TritonMla()])
+    decode(q, layer)
+    with pytest.raises(AssertionError):
+        decode(q.float(), layer)
+
+
+def test_the_table_goes_down_to_the_second_fastest() -> None:
+    """And flashinfer decodes where it won, though the host knows no lengths."""
+    step, q, layer = world()
+    step = replace(step, lengths=None)
+    seconds = {"triton": 3.0, "flashinfer": 2.0, "flash_mla": 1.0}
+    key = {"rows": 4, "context": 64, "heads": 4, "fp8": 0}
+    table = Winners("chip", {"mla_decode": [Winner(key, "flash_mla", seconds)]})
+    fastest = FastestMla(table, [FlashInferMla(NEW), Broken(early=False)])
+    out, _ = fastest.step(PROBLEM, step)(q, layer)
+    want, _ = FlashInferMla(NEW).step(PROBLEM, step)(q, layer)
+    assert torch.equal(out, want)
+    assert fastest.choices[-1].endswith(
+        ": flashinfer (no flash_mla: it raised RuntimeError: no kernel image is available)"
+    )

@@ -1,9 +1,10 @@
 """MLA decode by FlashInfer's paged MLA wrapper: bf16, sm_80 and later.
 
 The only file that imports `flashinfer`. Its plan is made on the host once a step, from lengths that
-the host knows, so it has no place in captured graphs. Versions from 0.7 take canonical metadata and
-packed inputs, earlier ones flat metadata and split inputs, with logarithms to base 2: which one is
-here is told from signatures. Every query row goes as a sequence of its own, see mla_flash_mla.py.
+the host knows or else asks the device for, so it has no place in captured graphs. Versions from 0.7
+take canonical metadata and packed inputs, earlier ones flat metadata and split inputs, with
+logarithms to base 2: which one is here is told from signatures. Every query row goes as a sequence
+of its own, see mla_flash_mla.py.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class FlashInferMla:
         rows = step.plan.num_rows
         if step.plan.ancestors is not None:
             raise ShapeRefused("FlashInfer finds positions by block tables only: no trees")
-        if step.lengths is None or len(step.lengths) != rows:
-            raise ShapeRefused("FlashInfer plans on the host: lengths of all rows are needed there")
+        if step.lengths is not None and len(step.lengths) != rows:
+            raise ShapeRefused(f"{len(step.lengths)} lengths: FlashInfer wants all {rows} rows'")
         if not rows:
             return lambda q, layer: (q[..., : problem.rank], q.new_empty(q.shape[:2]).float())
         module, _ = self._load()
@@ -147,8 +148,10 @@ class FlashInferMla:
 def flat_metadata(step: MlaStep, block_size: int) -> dict[str, Tensor]:
     """qo_indptr, kv_indptr [T + 1], kv_indices (blocks of each row, one after the other),
     kv_len_arr [T], all int32. What the host decides is made there: one gather on the device."""
-    assert step.lengths is not None
-    lengths = [max(1, n) for n in step.lengths]  # padding: one position of the first sequence
+    known = step.lengths
+    if known is None:  # waits for the device, once a step: all layers share its plan
+        known = (step.plan.positions + 1).tolist()
+    lengths = [max(1, n) for n in known]  # padding: one position of the first sequence
     blocks = torch.tensor([-(-n // block_size) for n in lengths])
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     starts[1:] = blocks.cumsum(0)

@@ -25,14 +25,13 @@ from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
-    MlaChoice,
     MlaProblem,
     MlaStep,
     StepDecoder,
     TritonMla,
-    choose_mla,
 )
 from models.deepseek.kernels.gpu.mla_cache import write_latents
+from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 from models.deepseek.kernels.gpu.mla_plan import plan_decode
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import PrefillPlan, plan_prefill
@@ -93,15 +92,15 @@ class TritonAttention(TritonDense):
         super().__init__(device, gemms)
         self._backends = (*decode_backends, TritonMla())
         self._graphs = graphs
-        self._chosen: dict[MlaProblem, MlaChoice] = {}
+        self._guard = MlaGuard()
         self._plans = PlansOfBatch()
 
     @property
     def choices(self) -> tuple[str, ...]:
         """A line for each kind of attention and of product so far: which backend, and why no
         earlier one."""
-        lines = (choice.reason for choice in self._chosen.values())
-        return tuple(dict.fromkeys((*lines, *self.gemms.choices)))
+        inner = [line for b in self._backends for line in getattr(b, "choices", ())]
+        return tuple(dict.fromkeys((*self._guard.choices, *inner, *self.gemms.choices)))
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         try:
@@ -205,10 +204,8 @@ class TritonAttention(TritonDense):
                 fp8=layer.dtype == torch.uint8, deterministic=len(self._backends) == 1,
                 graphs=self._graphs, trees=batch.ancestors is not None,
             )  # fmt: skip
-            if problem not in self._chosen:
-                self._chosen[problem] = choose_mla(problem, self._backends)
             step = MlaStep(plan_decode(batch, heads, rank), batch.block_tables, scale)
-            return self._chosen[problem].backend.step(problem, step)
+            return self._guard.step(problem, step, self._backends)
 
         kind = ("decode", heads, rank, rope_dim, scale)  # of the models that share these kernels
         return self._plans.get(kind, batch, make)(queries, layer)[0]

@@ -19,7 +19,6 @@ from typing import Any
 
 from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu.bench.run import OURS, Row
-from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
     MlaProblem,
@@ -27,6 +26,7 @@ from models.deepseek.kernels.gpu.mla_adapters import (
     StepDecoder,
     TritonMla,
 )
+from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 
 FORMAT = "moeserve kernel winners 1"
 EXACT = ("heads", "fp8", "experts")  # what is another problem, not another size
@@ -138,8 +138,13 @@ def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:
     return far
 
 
+def _at_most(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
 class FastestMla:
-    """Of `backends`, per step, who won in the table: one of TritonKernels' `decode_backends`."""
+    """Of `backends`, per step, who won in the table: one of TritonKernels' `decode_backends`. A
+    winner that refuses the step, or has raised, makes way for the next fastest, down to ours."""
 
     name = "fastest"
 
@@ -147,6 +152,12 @@ class FastestMla:
         self._winners = winners
         self._by_name: dict[str, MlaBackend] = {backend.name: backend for backend in backends}
         self._ours = TritonMla()
+        self._guard = MlaGuard()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """A line for each size of step so far: who decodes, and why no faster one."""
+        return self._guard.choices
 
     def refusal(self, problem: MlaProblem) -> str | None:
         if problem.deterministic:
@@ -156,20 +167,20 @@ class FastestMla:
         return self._ours.refusal(problem)
 
     def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
-        rows = step.plan.num_rows
-        context = self._context(step)
-        able = [n for n, b in self._by_name.items() if b.refusal(problem) is None]
-        name = self._winners.pick(
-            "mla_decode", able, heads=problem.heads, fp8=int(problem.fp8), rows=rows,
-            context=context,
-        )  # fmt: skip
-        chosen = self._by_name.get(name or OURS)
-        if chosen is None:
-            return self._ours.step(problem, step)
-        try:
-            return chosen.step(problem, step)
-        except ShapeRefused:  # this step only: the table knows shapes, not what a host knows
-            return self._ours.step(problem, step)
+        rows, context = step.plan.num_rows, self._context(step)
+        order: list[MlaBackend] = []
+        left = dict(self._by_name)
+        while (
+            name := self._winners.pick(
+                "mla_decode", tuple(left), heads=problem.heads, fp8=int(problem.fp8), rows=rows,
+                context=context,
+            )
+        ) in left:  # fmt: skip
+            order.append(left.pop(name))
+        size = f"{_at_most(rows)} rows, {_at_most(context)} positions or fewer"
+        size += "" if name else ", nothing like it measured"
+        what = f"mla decode by table, {size}"
+        return self._guard.step(problem, step, [*order, self._ours], what)
 
     @staticmethod
     def _context(step: MlaStep) -> int:
