@@ -166,8 +166,10 @@ def test_the_thin_class_over_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     stand_ins = {
         "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": graph,
         "stream": lambda stream: nullcontext(), "current_stream": lambda device: Stream(),
-        "graph_pool_handle": lambda: "pool", "synchronize": lambda device: calls.append("sync"),
+        "graph_pool_handle": lambda: calls.append("pool") or "pool",
+        "synchronize": lambda device: calls.append("sync"),
         "mem_get_info": lambda device: (7, 9),
+        "empty_cache": lambda: calls.append("empty"),
     }  # fmt: skip
     for name, value in stand_ins.items():
         assert hasattr(torch.cuda, name), name
@@ -183,7 +185,14 @@ def test_the_thin_class_over_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     event.wait()  # of nothing: nobody is waited for
     event.record()
     event.wait()
+    on.give_back()
     kept = [call for call in calls if call not in ("stream", "wait stream")]
+    assert kept[-2:] == ["sync", "empty"]
+    del kept[-2:]
+    assert kept.pop(0) == "pool" and "pool" not in kept  # one for both
+    del made
+    on.capture(lambda: [x])
+    assert calls.count("pool") == 2  # the first went with the last graph
     assert kept == ["sync", "capture", "sync", "capture", "replay", "record", "synchronize"]
 
 

@@ -20,6 +20,7 @@ from moeserve.config import ServeConfig
 from moeserve.device.api import ReplayedApi
 from moeserve.device.graphs import Budget, StepGraphs
 from moeserve.device.ladder import ladder, padded_share, rung
+from moeserve.device.ledger import MemoryLedger
 from moeserve.device.opening import no_graphs, open_graphs
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
@@ -29,6 +30,7 @@ from moeserve.request import Request, SamplingParams
 SINGLE = EPGroup.single()
 PROMPTS = ([3, 120, 17, 99, 4], [7, 8, 9], [11] * 20, [5, 6])
 MAX_LEN = 96
+GIB = 1 << 30
 
 
 def settings(folder: Path, **sections: dict[str, Any]) -> ServeConfig:
@@ -236,6 +238,21 @@ def test_the_budget_is_held(folder: Path) -> None:
     graphs.capture_all(Budget(seconds=15), clock=lambda: float(next(clock)))
     assert graphs.rungs == (4,) and "of 1, 2 rows" in graphs.notes[0]
     assert "15 s have gone" in graphs.notes[0]
+
+
+def test_a_refused_rung_gives_its_memory_back_for_smaller_ones(folder: Path) -> None:
+    """Nor does what warming up took count; the ledger finds no more than was planned."""
+    api = ReplayedApi(row=GIB, warm=8 * GIB)
+    ledger = MemoryLedger(api.free_bytes, api.free)
+    ledger.plan({"graphs": 2 * GIB})
+    graphs = small_graphs(folder, api)
+    graphs.capture_all(Budget(memory=2 * GIB))
+    assert graphs.rungs == (1, 2) and "of 4 rows" in graphs.notes[0]
+    assert "4294967296 bytes would be taken" in graphs.notes[0]
+    assert ledger.took("graphs") == 2 * GIB and ledger.exceeded() == []
+    graphs = small_graphs(folder, api := ReplayedApi(row=GIB, warm=GIB))
+    graphs.capture_all(Budget(memory=GIB // 2))
+    assert graphs.rungs == () and api.free == ReplayedApi().free
 
 
 def test_a_rung_counts_where_all_ranks_have_it(folder: Path) -> None:

@@ -9,9 +9,11 @@ Knows torch.cuda. Knows nothing of models or steps.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,6 +56,11 @@ class DeviceApi(Protocol):
 
     def free_bytes(self) -> int: ...
 
+    def give_back(self) -> None:
+        """To the device: memory that is kept for nobody, that of graphs too when the last is
+        dropped. (While one lives, what others used stays for those that are captured next.)"""
+        ...
+
 
 class CudaApi:
     """The one place where graphs of torch.cuda are made; all share one pool of memory."""
@@ -61,6 +68,7 @@ class CudaApi:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
+        self._graphs: WeakSet[_CudaGraph] = WeakSet()  # that live in it
         self._side: Any = None
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -77,7 +85,7 @@ class CudaApi:
         torch.cuda.current_stream(self.device).wait_stream(side)
 
     def capture(self, body: Body) -> Graph:
-        if self._pool is None:
+        if not self._graphs:  # torch takes none again whose last graph is gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -86,10 +94,17 @@ class CudaApi:
             graph, pool=self._pool, stream=self._stream(), capture_error_mode="thread_local"
         ):
             outputs = list(body())
-        return _CudaGraph(graph, outputs)
+        made = _CudaGraph(graph, outputs)
+        self._graphs.add(made)
+        return made
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def give_back(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def _stream(self) -> Any:
         if self._side is None:
@@ -97,7 +112,7 @@ class CudaApi:
         return self._side
 
 
-@dataclass
+@dataclass(eq=False)
 class _CudaGraph:
     graph: Any
     outputs: list[Tensor]
@@ -125,14 +140,22 @@ class _CudaEvent:
 @dataclass
 class ReplayedApi:
     """The double. calls: what was asked, in order. free: bytes that are free, for budgets; each
-    capture takes `each` of them. refuse: captures that raise, by number."""
+    capture takes `each` of them, and what its pool lacks of `row` for each row of its first output;
+    all is given back when the last graph is dropped. warm: taken by a warm-up until memory is given
+    back. refuse: captures that raise, by number."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     calls: list[str] = field(default_factory=list)
     free: int = 1 << 40
     each: int = 0
+    row: int = 0
+    warm: int = 0
     refuse: frozenset[int] = frozenset()
     num_captures: int = 0
+    pool: int = 0  # bytes of all graphs
+    _shared: int = 0  # of them, those that each graph may use
+    _cached: int = 0  # bytes that warm-ups left
+    _graphs: WeakSet[_ReplayedGraph] = field(default_factory=WeakSet)
 
     def pinned(self, nbytes: int) -> Tensor:
         self.calls.append("pinned")
@@ -144,6 +167,8 @@ class ReplayedApi:
     def warm_up(self, body: Body) -> None:
         self.calls.append("warm up")
         body()
+        self.free -= self.warm - self._cached
+        self._cached = self.warm
 
     def capture(self, body: Body) -> Graph:
         number, self.num_captures = self.num_captures, self.num_captures + 1
@@ -151,14 +176,27 @@ class ReplayedApi:
         outputs = list(body())
         if number in self.refuse:
             raise RuntimeError("operation not permitted when stream is capturing")
-        self.free -= self.each
-        return _ReplayedGraph(self, body, outputs)
+        wanted = self.row * outputs[0].shape[0] if outputs else 0
+        more = max(wanted - self._shared, 0)
+        self._shared += more
+        self.pool += self.each + more
+        self.free -= self.each + more
+        made = _ReplayedGraph(self, body, outputs)
+        self._graphs.add(made)
+        return made
 
     def free_bytes(self) -> int:
         return self.free
 
+    def give_back(self) -> None:
+        self.free += self._cached
+        self._cached = 0
+        if not self._graphs:
+            self.free += self.pool
+            self.pool = self._shared = 0
 
-@dataclass
+
+@dataclass(eq=False)
 class _ReplayedGraph:
     api: ReplayedApi
     body: Body

@@ -159,6 +159,7 @@ class StepGraphs:
         self._budget = budget = budget or Budget()
         self._agree = agree
         start = clock()
+        self._api.give_back()  # what the start left is no memory of captured steps
         self._free = self._api.free_bytes()
         done: list[int] = []
         failed: dict[str, list[int]] = {}
@@ -169,7 +170,7 @@ class StepGraphs:
             if agree(why is None):
                 done.append(size)
                 continue
-            self._held.pop(size, None)
+            self._drop(size)
             failed.setdefault(why or "another rank cannot", []).append(size)
         progress(0, len(self.wanted), len(self.wanted))
         self.rungs = tuple(sorted(done))
@@ -186,10 +187,16 @@ class StepGraphs:
             raise
         except Exception as error:  # whatever a kernel or library raises that may not be captured
             return one_line(error)
+        self._api.give_back()  # what warming up took, steps that are not captured take as well
         if (taken := self._free - self._api.free_bytes()) > self._budget.memory:
             return f"{taken} bytes would be taken, --graph-memory is {self._budget.memory}"
         self._taken = taken
         return None
+
+    def _drop(self, size: int) -> None:
+        """With its memory, which smaller ones may have then."""
+        self._held.pop(size, None)
+        self._api.give_back()
 
     def _capture(self, size: int) -> _Captured:
         inputs = _Inputs(self._api, size, -(-self._max_len // self._cache.block_size))
@@ -245,13 +252,14 @@ class StepGraphs:
         size = self.rung(max_tokens, decode_only)
         if size is None or self._held[size].placement is self._placement:
             return size
+        self._api.give_back()
         self._free = self._api.free_bytes() + self._taken  # what others took since is not ours
         del self._held[size]  # first: the new one may live in its memory
         why = self._try(size)
         if self._agree(why is None):
             self.num_recaptures += 1
             return size
-        self._held.pop(size, None)
+        self._drop(size)
         self.rungs = tuple(n for n in self.rungs if n != size)
         self.notes.append(
             f"graphs: decode steps of {size} rows are no longer captured since experts moved: "
