@@ -272,6 +272,28 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
     assert policy.agree([Offer.none(4)] * 2, costs) == before  # nobody decodes
 
 
+def test_costs_that_cannot_be_are_measured_once_more() -> None:
+    """A neighbour worked during the trial and not during the rest: a row seems to cost a step."""
+    policy, good = AdaptiveDepth(4), reaches([[0.9] * 4])
+    unlikely, right = Costs(MS, 4 * MS, MS), Costs(5 * MS, MS // 10, MS)
+    depths = []
+    for _ in range(2 * (adaptive.TRIAL + adaptive.REST) + 1):
+        policy.agree([policy.offer(good, rooms(1), 9)], right if policy.renewed else unlikely)
+        depths.append(policy.depth)
+    assert policy.renewed and policy.depth >= 3
+    assert depths.count(1) == 2 * adaptive.TRIAL and 0 in depths
+    steady = AdaptiveDepth(4)  # it believes what it sees a second time
+    for _ in range(3 * (adaptive.TRIAL + adaptive.REST)):
+        steady.agree([steady.offer(good, rooms(1), 9)], unlikely)
+    assert steady.depth == 0
+    model = CostModel()
+    for _ in range(9):
+        model.add(1, 0.005, 1, 0.001)
+    assert model.is_known
+    model.renew()
+    assert not model.is_known and not model.costs().is_known
+
+
 def test_trials_that_fail_come_later_and_later_until_the_load_halves() -> None:
     policy, costs = AdaptiveDepth(4), Costs(20 * MS, 2 * MS, 3 * MS)
     bad, trials, step = reaches([[0.05] * 4] * 4), [], 0

@@ -11,11 +11,12 @@ iteration a step: drafts worth less than the rate go, the rate grows, until noth
 
 A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
 shake. All begins with a trial: TRIAL steps at depth 1, then REST at depth 0, then what was measured
-decides. At depth 0 a trial follows every PROBE steps; one without hope ends early, one that is
-nearly worth it goes on. Where drafts were given up soon, more is asked of the next attempt and
-trials come later and later, until the load has halved or doubled; where they had paid for long, the
-next trial comes soon. Where drafts pay a little only, a rest every PROBE steps measures what none
-would cost. Looking is not free: it is done every few steps.
+decides; costs that cannot be are measured once more. At depth 0 a trial follows every PROBE steps;
+one without hope ends early, one that is nearly worth it goes on. Where drafts were given up soon,
+more is asked of the next attempt and trials come later and later, until the load has halved or
+doubled; where they had paid for long, the next trial comes soon. Where drafts pay a little only, a
+rest every PROBE steps measures what none would cost. Looking is not free: it is done every few
+steps.
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -129,6 +130,7 @@ class AdaptiveDepth:
         self._rest = 0  # steps left of a rest, at depth 0
         self._back = 0  # the depth before it
         self._is_new = True  # nothing was decided yet
+        self.renewed = False  # costs are to be measured from here on
         self._has_paid = False  # until it was given up: for SOON steps at least
         self._losses = 0  # times in a row that drafts were given up soon
         self._lost_at = 0  # rows of the step without drafts then
@@ -167,7 +169,7 @@ class AdaptiveDepth:
         elif self._rest:
             self._rest -= 1
             if not self._rest:
-                self._end_rest(rates, num_rows, costs.is_known)
+                self._end_rest(rates, num_rows, costs)
         elif costs.is_known and self._since >= HOLD:
             self._choose(rates)
         if not (self._trial or self._rest):
@@ -249,8 +251,13 @@ class AdaptiveDepth:
         else:
             self._decide(rates, num_rows)
 
-    def _end_rest(self, rates: Seq[float], num_rows: int, is_known: bool) -> None:
+    def _end_rest(self, rates: Seq[float], num_rows: int, costs: Costs) -> None:
         if self._is_new:
+            if not costs.is_likely and not self.renewed:
+                # A neighbour's work, or first calls, lay on one side only: once more, anew.
+                self.renewed = True
+                self._try()
+                return
             self._is_new = False
             self._decide(rates, num_rows)
         elif rates[self._back] * LEAST >= rates[0]:

@@ -133,6 +133,12 @@ class Costs:
         return self.fixed + self.a_token > 0
 
     @property
+    def is_likely(self) -> bool:
+        """A step of one token is mostly what any step costs: weights are read once for all tokens.
+        Where one token seems to be most of it, the sizes were measured under unlike loads."""
+        return self.a_token <= self.fixed
+
+    @property
     def numbers(self) -> tuple[int, int, int, int]:
         """For a vote."""
         return self.fixed, self.a_token, self.a_round, self.a_draft
@@ -147,9 +153,13 @@ class Costs:
 class CostModel:
     def __init__(self, slope: float = SLOPE, round_share: float = ROUND) -> None:
         """round_share: prior, a round of drafting over a step of one token."""
-        self._step = MedianLine(slope)
+        self._slope, self._round_share = slope, round_share
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget everything: what was measured is not to be trusted."""
+        self._step = MedianLine(self._slope)
         self._drafting = MedianLine(ROUNDS)
-        self._round_share = round_share
         self._load = 0.0  # logarithm of what a step takes over what one of its size did
         self._last, self._alike = -1, 0  # size of the last step, and steps of that in a row
         self._told: Costs | None = None

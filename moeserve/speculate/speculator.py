@@ -75,6 +75,7 @@ class Speculator:
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
         self._temperatures = 0.0
+        self._has_renewed = False
         self._depths = [0] * (policy.max_depth + 1)  # steps in which somebody could draft
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
         # Rows of a tree for each of its levels; 1 of a chain.
@@ -133,6 +134,9 @@ class Speculator:
             if self.depth:
                 self._recent.append((self.depth, self._max_next))
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
+        if isinstance(policy, AdaptiveDepth) and policy.renewed and not self._has_renewed:
+            self._has_renewed = True
+            self.costs.renew()
 
     # -- the step ------------------------------------------------------------------------------
 
