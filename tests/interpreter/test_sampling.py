@@ -146,6 +146,26 @@ def test_from_logits(vocab: int) -> None:
     assert alone.probs is not None and torch.equal(alone.probs[0], got.probs[3])
 
 
+def test_the_first_is_that_of_probabilities_where_logits_differ() -> None:
+    """Logits an ulp apart have one probability: top-p keeps the lowest id, top-k 1 the largest."""
+    vocab, rows = CHUNK + 90, 12
+    logits = torch.full((rows, vocab), -30.0)
+    logits[:, 10] = 0.1
+    logits[:, 77] = float(np.nextafter(np.float32(0.1), np.float32(1)))
+    logits[6:, 77] = -30.0
+    logits[6:, CHUNK + 5] = float(np.nextafter(np.float32(0.1), np.float32(1)))
+    params = [SamplingParams(top_p=0.3, min_p=(0.0, 0.01)[j % 2]) for j in range(rows)]
+    params[0] = SamplingParams(top_p=0.3, top_k=2)
+    params[5] = params[11] = SamplingParams(top_p=0.3, top_k=1)
+    seeds = list(range(rows))
+    got = sample(logits, cuts(params, seeds, [0] * rows))
+    assert got.probs is not None and torch.equal(got.probs[0, 10], got.probs[0, 77])
+    want = engine_draw(got.probs.numpy(), params, seeds, [0] * rows)
+    want[5], want[11] = 77, CHUNK + 5
+    assert got.tokens.tolist() == want
+    assert set(want) == {10, 77, CHUNK + 5}
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(4, 2 * CHUNK + 7)
     logits[1, [CHUNK, CHUNK + 3, 2 * CHUNK + 1]] = 5.0

@@ -63,13 +63,14 @@ class Tokens:
 
 @triton.jit
 def probs_kernel(
-    logits, temperature, peaks, sums, seeds, positions, probs, keys, blocks,
+    logits, temperature, peaks, sums, seeds, positions, probs, keys, blocks, firsts,
     stride, vocab, chunks,
     chunk: tl.constexpr, block: tl.constexpr, block_c: tl.constexpr, given: tl.constexpr,
 ):  # fmt: skip
     """logits [B, V] -> probs [B, V] fp32 (given: probs are there, nothing is written), and of each
-    chunk the winner of the race of blocks: keys [B, C] fp64, blocks [B, C] int32. Bytes: 8BV.
-    Programs: rows, chunks. Greedy rows leave at once."""
+    chunk the winner of the race of blocks: keys [B, C] fp64, blocks [B, C] int32; and the first in
+    order of probabilities: firsts [B, C] int32. Of logits that are not equal probabilities may be.
+    Bytes: 8BV. Programs: rows, chunks. Greedy rows leave at once."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     if heat > 0:
@@ -90,6 +91,9 @@ def probs_kernel(
             value = tl.load(logits + row * stride + at, mask=inside, other=float("-inf"))
             p = tl.div_rn(tl.exp(tl.div_rn(value, heat) - top), total)
             tl.store(probs + row * vocab + at, p, mask=inside)
+        most = tl.max(tl.max(p, axis=1), axis=0)
+        lead = tl.where((p == most) & inside, at, vocab - 1)
+        tl.store(firsts + row * chunks + number, tl.min(tl.min(lead, axis=1), axis=0))
         state = race_state(tl.load(seeds + row), tl.load(positions + row), _BLOCKS)
         key = arrival(state, runner, tl.sum(p, axis=1))
         key = tl.where(runner * block < vocab, key, float("inf"))
@@ -176,11 +180,11 @@ def _after_kth(probs, k, vocab, tile: tl.constexpr, digit: tl.constexpr):
 
 @triton.jit
 def draw_kernel(
-    probs, temperature, top_ks, top_ps, min_ps, seeds, positions, peaks, ids, keys, blocks,
+    probs, temperature, top_ks, top_ps, min_ps, seeds, positions, peaks, ids, keys, blocks, firsts,
     tokens, failed, vocab, chunks,
     block: tl.constexpr, block_c: tl.constexpr, tile: tl.constexpr, digit: tl.constexpr,
 ):  # fmt: skip
-    """probs [B, V] fp32, keys and blocks [B, C] of probs_kernel, peaks and ids [B, C] of
+    """probs [B, V] fp32, keys, blocks and firsts [B, C] of probs_kernel, peaks and ids [B, C] of
     peak_kernel -> tokens [B] int64, failed [B]. Bytes of a row: none of V where nothing is cut;
     4V a pass with top-p (one where it keeps the winner: mostly), five or more with top-k or min-p.
     One program a row."""
@@ -219,14 +223,19 @@ def draw_kernel(
             p = tl.load(probs + at, mask=at < vocab, other=0.0)
             key = arrival(race_state(seed, position, _WITHIN), at, p)
             chosen = tl.min(tl.where(key == tl.min(key, axis=0), at, vocab), axis=0)
-        again = (top_p < 1) & (chosen != best)
+        of_chunk = tl.arange(0, block_c)
+        there = of_chunk < chunks
+        first = tl.load(firsts + row * chunks + of_chunk, mask=there, other=0)
+        p = tl.load(probs + first, mask=there, other=-1.0)
+        first = tl.min(tl.where(p == tl.max(p, axis=0), first, vocab), axis=0)
+        again = (top_p < 1) & (chosen != first)
         while again:
             edge = tl.load(probs + chosen)
             if _mass_before(probs, edge, chosen, vocab, tile) < limit:
                 again = chosen < 0
             else:
                 chosen = _race_alone(probs, alone, edge, chosen, vocab, tile)
-                again = chosen != best
+                again = chosen != first
     tl.store(tokens + row, chosen.to(tl.int64))
 
 
@@ -254,17 +263,17 @@ def _draw(
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     failed = torch.empty(rows, dtype=torch.bool, device=device)
     keys = torch.empty(rows, chunks, dtype=torch.float64, device=device)
-    blocks = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    blocks, firsts = torch.empty(2, rows, chunks, dtype=torch.int32, device=device)
     block_c = triton.next_power_of_2(chunks)
     if rows:
         probs_kernel[(rows, chunks)](
             logits, cuts.temperature, peaks, sums, cuts.seeds, cuts.positions, probs, keys, blocks,
-            logits.stride(0), vocab, chunks,
+            firsts, logits.stride(0), vocab, chunks,
             chunk=CHUNK, block=RACE_BLOCK, block_c=block_c, given=given, num_warps=8,
         )  # fmt: skip
         draw_kernel[(rows,)](
             probs, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seeds,
-            cuts.positions, peaks, ids, keys, blocks, tokens, failed, vocab, chunks,
+            cuts.positions, peaks, ids, keys, blocks, firsts, tokens, failed, vocab, chunks,
             block=RACE_BLOCK, block_c=block_c, tile=TILE, digit=DIGIT, num_warps=8,
         )  # fmt: skip
     return Tokens(tokens, failed, probs)
@@ -290,7 +299,8 @@ def sample_cost(rows: int, vocab: int, passes: int = 0) -> KernelCost:
 
 def compile_cases() -> list[CompileCase]:
     chunks = {"stride": "i32", "vocab": "i32", "chunks": "i32"}
-    partial = {"peaks": "*fp32", "ids": "*i32", "sums": "*fp32", "keys": "*fp64", "blocks": "*i32"}
+    partial = {"peaks": "*fp32", "ids": "*i32", "sums": "*fp32", "keys": "*fp64", "blocks": "*i32",
+               "firsts": "*i32"}  # fmt: skip
     cuts = {"temperature": "*fp32", "top_ks": "*i32", "top_ps": "*fp64", "min_ps": "*fp32",
             "seeds": "*i64", "positions": "*i64"}  # fmt: skip
     rows = {"logits": "*fp32", "probs": "*fp32", "tokens": "*i64", "failed": "*i1"}
