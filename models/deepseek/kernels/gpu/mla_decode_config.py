@@ -28,6 +28,9 @@ class DecodeConfig:
         return f"{kind} {self.block_h}x{TILE} w{self.warps} s{self.stages}{tree}"
 
 
+# wgmma and tcgen05 multiply 64 rows at a time or more. With 32 heads or fewer (a rank's share under
+# tensor parallelism) a tile of 64 would be half empty or worse, in registers and shared memory as
+# well, and the step is bound by reading the cache: there tiles of 16 and 32 go by mma.sync.
 # (architecture, heads up to) -> config. By heads alone, never by rows: see law 5 above.
 CONFIGS = {
     (90, 16): DecodeConfig(16, 8, 2, per_chip=2),
