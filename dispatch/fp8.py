@@ -54,9 +54,11 @@ def quantise_rows(x: Tensor, *, ue8m0: bool = False, floor: float = FLOOR) -> tu
     largest = blocks.abs().amax(dim=2).clamp_min(floor)
     # By a tensor: CUDA multiplies by the inverse of a plain number, and so rounds otherwise.
     scale = largest / torch.full_like(largest, E4M3_MAX)
+    divisor = scale
     if ue8m0:
         scale = power_of_two_scale(scale)
-    values = (blocks / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+        divisor = torch.where(scale.isinf(), torch.nan, scale)  # codes are NaN too, not 0
+    values = (blocks / divisor[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     return values.flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn).contiguous(), scale
 
 

@@ -96,8 +96,13 @@ def test_a_block_with_a_fault_is_nan_and_no_other(bad: float, ue8m0: bool) -> No
     x = poisoned(2, 384, torch.bfloat16).contiguous()
     x[1, 130] = bad
     values, scale = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0)
+    twin, _ = quantise_twin(x, ScaleFormat.F32_ROW, ue8m0=ue8m0)
+    if ue8m0:
+        assert values[1, 128:256].float().isnan().all()
+        assert torch.equal(values.float().isnan(), twin.float().isnan())
     back = dequantise_rows(values, scale)
     assert back[1, 128:256].isnan().all()
+    assert dequantise_rows(twin, scale)[1, 128:256].isnan().all()
     back[1, 128:256] = 0
     assert back.isfinite().all()
 
