@@ -7,6 +7,7 @@ Run as a script this file is the ranks (gloo_ranks.py).
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,16 @@ def refusal(folder: Path, group: EPGroup, api: ReplayedApi) -> str:
     notes: list[str] = []
     graphs = open_graphs(config, group, engine.runner, MAX_LEN, 0, notes, api=api)
     assert graphs is not None and graphs.rungs == (1, 2), notes
+    # Experts moved; one rank cannot capture 2 rows again: all take another step, none waits.
+    model: Any = engine.runner.model
+    model.adopt_placement(replace(model.placement, generation=model.placement.generation + 1))
+    if group.rank == 1:
+        api.refuse = frozenset({api.num_captures})
+    assert graphs.ready(2, True) is None and graphs.rungs == (1,)
+    assert graphs.ready(1, True) == 1 and graphs.num_recaptures == 1
     engine.close()
-    (said,) = graphs.notes
+    said, again = graphs.notes
+    assert "of 2 rows are no longer captured" in again
     return "as asked" if "not permitted" in said else said.rpartition(": ")[2]
 
 
