@@ -156,7 +156,10 @@ class Peer:
             told = now.total("output_tokens_total") - before.total("output_tokens_total")
             idle = not now.total("requests_in_flight") and not now.total("running")
             silent = "output_tokens_total" not in now.samples  # ranks that never report
-            if silent or (idle and told >= output_tokens) or time.monotonic() > deadline:
+            # Ranks take the same steps: one that is behind has not told its last ones yet.
+            level = len({*_grown(before, now, "steps_total").values()}) <= 1
+            done = idle and level and told >= output_tokens
+            if silent or done or time.monotonic() > deadline:
                 return now
             time.sleep(0.2)
 
