@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek.kernels.gpu.bench.winners import FastestMla, Winner, Winners
+from models.deepseek.kernels.gpu.choice import first_that_fits
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -24,7 +25,6 @@ from models.deepseek.kernels.gpu.mla_adapters import (
     MlaStep,
     TritonMla,
     check_against_ours,
-    choose_mla,
 )
 from models.deepseek.kernels.gpu.mla_flash_mla import FlashMla
 from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
@@ -246,7 +246,9 @@ def test_refusals_in_words(change: dict[str, Any], word: str) -> None:
     for backend in (FlashMla(flash_mla()), FlashInferMla(NEW)):
         with pytest.raises(ShapeRefused, match=word):
             backend.step(problem, world()[0])
-    choice = choose_mla(problem, [FlashMla(flash_mla()), FlashInferMla(NEW), TritonMla()])
+    choice = first_that_fits(
+        "mla decode", problem, [FlashMla(flash_mla()), FlashInferMla(NEW), TritonMla()]
+    )
     assert choice.backend.name == "triton"
     assert choice.reason.startswith("mla decode: triton (no flash_mla: ")
 
@@ -284,7 +286,7 @@ def test_each_has_refusals_of_its_own() -> None:
 )
 def test_a_wheel_that_lacks_a_name_is_a_reason_too(backend: MlaBackend, word: str) -> None:
     assert f"this version has {word}" in str(backend.refusal(PROBLEM))
-    assert choose_mla(PROBLEM, [backend, TritonMla()]).backend.name == "triton"
+    assert first_that_fits("mla decode", PROBLEM, [backend, TritonMla()]).backend.name == "triton"
 
 
 def test_what_is_not_installed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,14 +294,14 @@ def test_what_is_not_installed_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "flashinfer.mla", None)
     for backend in (FlashMla(), FlashInferMla()):
         assert "cannot be imported" in str(backend.refusal(PROBLEM))
-    choice = choose_mla(PROBLEM, [FlashMla(), FlashInferMla(), TritonMla()])
+    choice = first_that_fits("mla decode", PROBLEM, [FlashMla(), FlashInferMla(), TritonMla()])
     assert choice.backend.name == "triton" and choice.reason.count("cannot be imported") == 2
     with pytest.raises(ShapeRefused, match="nothing fits"):
-        choose_mla(PROBLEM, [FlashMla(), FlashInferMla()])
+        first_that_fits("mla decode", PROBLEM, [FlashMla(), FlashInferMla()])
 
 
 def test_the_first_that_fits_is_taken() -> None:
-    choice = choose_mla(PROBLEM, [FlashMla(flash_mla()), TritonMla()])
+    choice = first_that_fits("mla decode", PROBLEM, [FlashMla(flash_mla()), TritonMla()])
     assert choice.backend.name == "flash_mla" and choice.reason == "mla decode: flash_mla"
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.gpu.errors import ShapeRefused
+from models.deepseek.kernels.gpu.choice import Choice, first_that_fits
 from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
 from models.deepseek.kernels.gpu.grouped_gemm import (
     ALIGNMENT,
@@ -111,29 +111,10 @@ class TritonGemm:
         return None if HAVE_TRITON else HOW_TO_GET_IT
 
 
-@dataclass(frozen=True)
-class GemmChoice:
-    """backend, and one line a caller prints once: which it is, and why no earlier one."""
-
-    backend: GemmBackend
-    reason: str
-
-
-def choose_gemm(problem: GemmProblem, backends: Sequence[GemmBackend]) -> GemmChoice:
+def choose_gemm(problem: GemmProblem, backends: Sequence[GemmBackend]) -> Choice[GemmBackend]:
     """The first that does not refuse. ShapeRefused with all reasons when every one does."""
-    what = _named(problem)
-    refused: list[str] = []
-    for backend in backends:
-        why = backend.refusal(problem)
-        if why is None:
-            reason = f"{what}: {backend.name}" + (f" ({'; '.join(refused)})" if refused else "")
-            return GemmChoice(backend, reason)
-        refused.append(f"no {backend.name}: {why}")
-    raise ShapeRefused(f"{what}: nothing fits: {'; '.join(refused)}")
-
-
-def _named(problem: GemmProblem) -> str:
-    return f"fp8 gemm, {problem.form} {problem.columns} x {problem.width}"
+    what = f"fp8 gemm, {problem.form} {problem.columns} x {problem.width}"
+    return first_that_fits(what, problem, backends)
 
 
 def problem_of(

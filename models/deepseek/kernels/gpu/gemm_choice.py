@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.deepseek.kernels.gpu.choice import at_most, why_failed
 from models.deepseek.kernels.gpu.gemm_adapters import (
     GemmBackend,
     GemmProblem,
@@ -132,7 +133,7 @@ class Gemms:
         return self._run(problem, a.shape[1] if expected_rows is None else expected_rows, run)
 
     def _run(self, problem: GemmProblem, rows: int, run: Callable[[GemmBackend], Tensor]) -> Tensor:
-        bucket = 1 << max(0, rows - 1).bit_length()  # so that few shapes are asked for
+        bucket = at_most(rows)
         backend = self._chosen.get((problem, bucket))
         if backend is None:
             backend = self._chosen[problem, bucket] = self._choose(problem, bucket)
@@ -141,8 +142,7 @@ class Gemms:
         try:
             out = run(backend)
         except Exception as error:  # of whatever kind: ours goes on, and the line says so
-            first = (str(error).splitlines() or [""])[0]
-            self._failed[backend.name, problem] = f"it raised {type(error).__name__}: {first}"
+            self._failed[backend.name, problem] = why_failed(error)
             self._chosen = {k: b for k, b in self._chosen.items() if k[0] != problem}
             return self._run(problem, rows, run)
         self._proven.add((backend.name, problem))

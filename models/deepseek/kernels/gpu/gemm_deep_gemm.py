@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dispatch.fp8 import BLOCK
+from models.deepseek.kernels.gpu.choice import load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.fp8_gemm import check_operands
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, problem_of
@@ -177,13 +178,7 @@ class DeepGemm:
         return None
 
     def _load(self) -> tuple[Any, str | None]:
-        if self._module is not None:
-            return self._module, None
-        try:
-            return importlib.import_module("deep_gemm"), None
-        except Exception as error:  # a wheel for CUDA fails in many ways without it
-            first = (str(error).splitlines() or [""])[0]
-            return None, f"deep_gemm cannot be imported: {type(error).__name__}: {first}"
+        return load_library("deep_gemm", lambda: importlib.import_module("deep_gemm"), self._module)
 
 
 def parameters(function: Callable[..., Any]) -> tuple[str, ...]:

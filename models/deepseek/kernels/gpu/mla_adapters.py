@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT
 from models.deepseek.kernels.gpu.mla_decode import mla_decode
 from models.deepseek.kernels.gpu.mla_plan import DecodePlan
@@ -81,26 +80,6 @@ class TritonMla:
             return mla_decode(q, layer, step.plan, step.tables, step.scale, rope=problem.rope)
 
         return decode
-
-
-@dataclass(frozen=True)
-class MlaChoice:
-    """backend, and one line a caller prints once: which it is, and why no earlier one."""
-
-    backend: MlaBackend
-    reason: str
-
-
-def choose_mla(problem: MlaProblem, backends: Sequence[MlaBackend]) -> MlaChoice:
-    """The first that does not refuse. ShapeRefused with all reasons when every one does."""
-    refused: list[str] = []
-    for backend in backends:
-        why = backend.refusal(problem)
-        if why is None:
-            reason = f"mla decode: {backend.name}" + (f" ({'; '.join(refused)})" if refused else "")
-            return MlaChoice(backend, reason)
-        refused.append(f"no {backend.name}: {why}")
-    raise ShapeRefused(f"mla decode: nothing fits: {'; '.join(refused)}")
 
 
 def check_against_ours(

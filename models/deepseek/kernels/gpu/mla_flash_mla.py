@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from models.deepseek.kernels.gpu.choice import load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaProblem,
@@ -100,13 +101,7 @@ class FlashMla:
         return decode
 
     def _load(self) -> tuple[Any, str | None]:
-        if self._module is not None:
-            return self._module, None
-        try:
-            return importlib.import_module("flash_mla"), None
-        except Exception as error:  # a wheel for CUDA fails in many ways without it
-            first = (str(error).splitlines() or [""])[0]
-            return None, f"flash_mla cannot be imported: {type(error).__name__}: {first}"
+        return load_library("flash_mla", lambda: importlib.import_module("flash_mla"), self._module)
 
     @staticmethod
     def _is_split(module: Any) -> bool:

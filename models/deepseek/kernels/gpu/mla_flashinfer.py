@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.deepseek.kernels.gpu.choice import load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaProblem,
@@ -126,13 +127,9 @@ class FlashInferMla:
         return decode_split
 
     def _load(self) -> tuple[Any, str | None]:
-        if self._module is not None:
-            return self._module, None
-        try:
-            return importlib.import_module("flashinfer.mla"), None
-        except Exception as error:  # a wheel for CUDA fails in many ways without it
-            first = (str(error).splitlines() or [""])[0]
-            return None, f"flashinfer cannot be imported: {type(error).__name__}: {first}"
+        return load_library(
+            "flashinfer", lambda: importlib.import_module("flashinfer.mla"), self._module
+        )
 
     @staticmethod
     def _is_new(module: Any) -> bool:

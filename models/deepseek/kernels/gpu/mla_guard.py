@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from models.deepseek.kernels.gpu.choice import chosen, nothing_fits, passed_over, why_failed
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -53,17 +54,15 @@ class MlaGuard:
                 except ShapeRefused as refused:  # this step only
                     why = str(refused)
                 except Exception as error:
-                    why = self._failed[key] = _raised(error)
+                    why = self._failed[key] = why_failed(error)
             if why is not None:
-                passed.append(f"no {backend.name}: {why}")
+                passed.append(passed_over(backend.name, why))
                 continue
-            self._reasons[
-                f"{what}: {backend.name}" + (f" ({'; '.join(passed)})" if passed else "")
-            ] = None
+            self._reasons[chosen(what, backend.name, passed)] = None
             if isinstance(backend, TritonMla) or key in self._proven:
                 return decode
             return self._guarded(problem, step, candidates, what, backend.name, decode)
-        raise ShapeRefused(f"{what}: nothing fits: {'; '.join(passed)}")
+        raise nothing_fits(what, passed)
 
     def _guarded(
         self,
@@ -84,15 +83,10 @@ class MlaGuard:
             try:
                 out = first(q, layer)
             except Exception as error:  # of whatever kind: the next goes on, and a line says so
-                self._failed[key] = _raised(error)
+                self._failed[key] = why_failed(error)
                 now = self.step(problem, step, candidates, what)
                 return now(q, layer)
             self._proven.add(key)
             return out
 
         return decode
-
-
-def _raised(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"it raised {type(error).__name__}: {first}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dispatch.words import raised
 from models.deepseek.kernels.gpu.bench.attention import attention_cases
 from models.deepseek.kernels.gpu.bench.case import Case, Prepared
 from models.deepseek.kernels.gpu.bench.clock import Clock
@@ -165,5 +166,4 @@ def _with(row: Row, **changed: object) -> Row:
 
 
 def _first_line(error: Exception) -> str:
-    said = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said}"[:160]
+    return raised(error)[:160]

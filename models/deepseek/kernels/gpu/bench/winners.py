@@ -19,6 +19,7 @@ from typing import Any
 
 from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.choice import at_most
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
     MlaProblem,
@@ -138,10 +139,6 @@ def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:
     return far
 
 
-def _at_most(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 class FastestMla:
     """Of `backends`, per step, who won in the table: one of TritonKernels' `decode_backends`. A
     winner that refuses the step, or has raised, makes way for the next fastest, down to ours."""
@@ -177,7 +174,7 @@ class FastestMla:
             )
         ) in left:  # fmt: skip
             order.append(left.pop(name))
-        size = f"{_at_most(rows)} rows, {_at_most(context)} positions or fewer"
+        size = f"{at_most(rows)} rows, {at_most(context)} positions or fewer"
         size += "" if name else ", nothing like it measured"
         what = f"mla decode by table, {size}"
         return self._guard.step(problem, step, [*order, self._ours], what)
