@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -158,17 +159,24 @@ def config(s: Shape) -> dict[str, object]:
     } | asdict(s)
 
 
-def export(net: Network, tokenizer: Path, out: Path) -> None:
-    """Writes all release files but the model card into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+def as_stored(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As a release holds them: matrices in e4m3 beside their scales, the gate's bias in fp32, the
+    rest in bf16."""
     stored: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(net).items():
+    for name, tensor in named.items():
         if is_quantised(name):
             stored[name], stored[f"{name}_scale_inv"] = quantise(tensor.float())
         elif name.endswith("e_score_correction_bias"):
             stored[name] = tensor.float().clone()
         else:
             stored[name] = tensor.bfloat16().clone()
+    return stored
+
+
+def export(net: Network, tokenizer: Path, out: Path) -> None:
+    """Writes all release files but the model card into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    stored = as_stored(named_tensors(net))
     total = sum(t.nbytes for t in stored.values())
     shards: list[dict[str, Tensor]] = [{}, {}]
     filled = 0

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..network import Network, Shape
-from ..release import config, dequantise, is_quantised, named_tensors, quantise
+from ..release import as_stored, config, dequantise, named_tensors
 from .objective import CHUNK, teacher
 from .train import Drafts
 
@@ -113,14 +113,7 @@ def _stored_names(net: Network) -> dict[str, Tensor]:
 def write_draft(net: Network, folder: Path, target: Path) -> int:
     """A checkpoint with the target's tokenizer -> bytes of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored: dict[str, Tensor] = {}
-    for name, tensor in _stored_names(net).items():
-        if is_quantised(name):
-            stored[name], stored[f"{name}_scale_inv"] = quantise(tensor.float())
-        elif name.endswith("e_score_correction_bias"):
-            stored[name] = tensor.float().clone()
-        else:
-            stored[name] = tensor.bfloat16().clone()
+    stored = as_stored(_stored_names(net))
     file = folder / "model.safetensors"
     save_file(stored, file, metadata={"format": "pt"})
     file.chmod(0o644)
