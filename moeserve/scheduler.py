@@ -216,11 +216,7 @@ class Scheduler:
             if i in plan.trees:
                 outputs += self._advance_run(sequence, plan.trees[i], result.verdicts[j])
                 continue
-            if j in result.failed:
-                self._drop(sequence, FinishReason.ERROR, result.failed[j])
-                continue
-            logprob = result.logprobs.get(j)
-            outputs.append(self._advance(sequence, (token,), () if logprob is None else (logprob,)))
+            outputs += self._advance_one(sequence, j, token, result)
         for sequence in plan.sequences:
             if sequence.aborted:
                 self._drop(sequence, sequence.aborted)
@@ -329,6 +325,16 @@ class Scheduler:
             num_accepted=accepted,
             num_rejected=num_drafted - accepted,
         )
+
+    def _advance_one(
+        self, sequence: Sequence, j: int, token: int, result: StepResult
+    ) -> list[TokenOutput]:
+        """The same of the one token that was sampled in place j, or its failure."""
+        if j in result.failed:
+            self._drop(sequence, FinishReason.ERROR, result.failed[j])
+            return []
+        logprob = result.logprobs.get(j)
+        return [self._advance(sequence, (token,), () if logprob is None else (logprob,))]
 
     def _advance_run(
         self, sequence: Sequence, tree: DraftTree, verdict: Verdict

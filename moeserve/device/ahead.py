@@ -175,11 +175,7 @@ class AheadScheduler(Scheduler):
             assert last == stand_in(j), "a token is resolved that was not under way"
             if sequence.aborted:
                 continue
-            if j in result.failed:
-                self._drop(sequence, FinishReason.ERROR, result.failed[j])
-                continue
-            logprob = result.logprobs.get(j)
-            outputs.append(self._advance(sequence, (token,), () if logprob is None else (logprob,)))
+            outputs += self._advance_one(sequence, j, token, result)
         for sequence in plan.sequences:
             if sequence.aborted and sequence.finish_reason is None:
                 self._drop(sequence, sequence.aborted)
