@@ -75,7 +75,6 @@ class Speculator:
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
         self._temperatures = 0.0
-        self._has_renewed = False
         self._depths = [0] * (policy.max_depth + 1)  # steps in which somebody could draft
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
         # Rows of a tree for each of its levels; 1 of a chain.
@@ -126,7 +125,10 @@ class Speculator:
             width = policy.max_depth + 1
             tokens = columns[:, width : 2 * width].sum(axis=0)
             costs = Costs(*columns[0, 2 * width : -1].tolist())
+            before = policy.renewed
             self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
+            if policy.renewed and not before:
+                self.costs.renew()
         else:
             self.depth = policy.pass_by()
         if self._max_next:
@@ -134,9 +136,6 @@ class Speculator:
             if self.depth:
                 self._recent.append((self.depth, self._max_next))
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
-        if isinstance(policy, AdaptiveDepth) and policy.renewed and not self._has_renewed:
-            self._has_renewed = True
-            self.costs.renew()
 
     # -- the step ------------------------------------------------------------------------------
 
