@@ -65,6 +65,21 @@ def gemm_cases(s: Sizes, device: torch.device) -> Iterator[Case]:
     yield from _bf16(s, device)
 
 
+def _beside(
+    device: torch.device,
+    ours: Callable[[], object],
+    torch_bf16: Callable[[], object],
+    theirs: Callable[[DeepGemm], object],
+    compare: Callable[[object, object], float] = largest_difference,
+) -> Prepared:
+    """Ours beside torch's product in bf16 and, where it fits this chip, DeepGEMM's."""
+    rivals, library = {"torch bf16": torch_bf16}, DeepGemm()
+    why = library.refusal(arch_of(device))
+    if why is None:
+        rivals[library.name] = lambda: theirs(library)
+    return Prepared(ours, rivals, {library.name: why} if why else {}, compare)
+
+
 def _dense(s: Sizes, device: torch.device) -> Iterator[Case]:
     for name, (columns, width) in linears(s).items():
         is_dense = name.startswith("dense")
@@ -88,16 +103,11 @@ def _make_dense(
         a_scales = scales_of_rows(rows, width, device)
         b_scales = scales_of_weight(columns, width, device)[0]
         x, weight = a.to(BF16), b.to(BF16)
-        rivals: dict[str, Callable[[], object]] = {"torch bf16": lambda: F.linear(x, weight)}
-        library = DeepGemm()
-        why = library.refusal(arch_of(device))
-        if why is None:
-            rivals[library.name] = lambda: library.dense(a, a_scales, b, b_scales)
-        return Prepared(
+        return _beside(
+            device,
             lambda: fp8.fp8_gemm(a, a_scales, b, b_scales),
-            rivals,
-            {library.name: why} if why else {},
-            largest_difference,
+            lambda: F.linear(x, weight),
+            lambda library: library.dense(a, a_scales, b, b_scales),
         )
 
     return make
@@ -132,22 +142,18 @@ def _make_masked(
         b_scales = scales_of_weight(columns, width, device, experts)
         counts = torch.full((experts,), each, dtype=torch.int32, device=device)
         x, weight = a[:, :each].to(BF16), b.to(BF16).transpose(1, 2)
-        rivals: dict[str, Callable[[], object]] = {"torch bf16": lambda: torch.bmm(x, weight)}
-        library = DeepGemm()
-        why = library.refusal(arch_of(device))
-        if why is None:
-            rivals[library.name] = lambda: library.masked(a, a_scales, b, b_scales, counts, each)
 
         def compare(ours: object, theirs: object) -> float:
             assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
             return largest_difference(ours[:, :each], theirs[:, :each])
 
-        return Prepared(
+        return _beside(
+            device,
             lambda: grouped.grouped_gemm_masked(
                 a, a_scales, b, b_scales, counts, expected_rows=each
             ),
-            rivals,
-            {library.name: why} if why else {},
+            lambda: torch.bmm(x, weight),
+            lambda library: library.masked(a, a_scales, b, b_scales, counts, each),
             compare,
         )
 
@@ -184,16 +190,11 @@ def _make_contiguous(
         ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * each
         weight = b.to(BF16).transpose(1, 2)
         x = a.to(BF16).view(experts, each, width)
-        rivals: dict[str, Callable[[], object]] = {"torch bf16": lambda: torch.bmm(x, weight)}
-        library = DeepGemm()
-        why = library.refusal(arch_of(device))
-        if why is None:
-            rivals[library.name] = lambda: library.contiguous(a, a_scales, b, b_scales, ends)
-        return Prepared(
+        return _beside(
+            device,
             lambda: grouped.grouped_gemm_contiguous(a, a_scales, b, b_scales, ends, alignment=1),
-            rivals,
-            {library.name: why} if why else {},
-            largest_difference,
+            lambda: torch.bmm(x, weight),
+            lambda library: library.contiguous(a, a_scales, b, b_scales, ends),
         )
 
     return make
