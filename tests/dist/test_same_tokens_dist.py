@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_steps import steps_until_all_stop
 from gloo_ranks import ROOT, fork_ranks, run_ranks
 
 from ep.group import EPGroup
@@ -129,13 +130,9 @@ def serve(
     engine = Engine(runner, Scheduler(cache, limits), group)
     calls = model.dispatcher.stats.calls  # type: ignore[attr-defined]
     outputs: dict[str, list[Any]] = {}
-    waiting, steps = list(mine), 0
-    while not engine.stopped:
-        while waiting and (together or not engine.has_work):
-            engine.add_request(waiting.pop(0))
-        if not waiting and not engine._stop_asked:
-            engine.request_stop()
-        for output in engine.step():
+    steps = 0
+    for came in steps_until_all_stop(engine, mine, together):
+        for output in came:
             assert output.error is None
             entries = outputs.setdefault(output.request_id, [])
             entries += [[e.token_id, e.logprob.hex(), e.top] for e in output.logprobs]

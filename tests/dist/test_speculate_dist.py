@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_steps import steps_until_all_stop
 from gloo_ranks import ROOT, fork_ranks, run_ranks
 from speculate_world import Oracle, requests
 
@@ -159,13 +160,9 @@ def serve(
     engine = Engine(runner, scheduler, group, recorder, speculator=speculator)
     calls = model.dispatcher.stats.calls
     outputs: dict[str, list[Any]] = {}
-    waiting, steps = list(mine), 0
-    while not engine.stopped:
-        while waiting and (together or not engine.has_work):
-            engine.add_request(waiting.pop(0))
-        if not waiting and not engine._stop_asked:
-            engine.request_stop()
-        for output in engine.step():
+    steps = 0
+    for came in steps_until_all_stop(engine, mine, together):
+        for output in came:
             assert output.error is None
             entries = outputs.setdefault(output.request_id, [])
             entries += output.token_ids
