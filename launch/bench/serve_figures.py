@@ -13,7 +13,6 @@ from typing import Any
 from launch.bench.figures import percentile
 from launch.bench.serve_call import CUT, Call
 
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
 BINS = 60  # of the picture of throughput over time
 EXAMPLES = 3  # of what a kind of error said
 _BUSY, _COARSE = 0.85, 0.25  # share of a core; of a figure that timers may be late by

@@ -106,13 +106,6 @@ def _make_offer_slowly(reach: Doubles, room: Counts, threshold: float, most: int
     return Offer(tuple(expected), tuple(rows))
 
 
-def rate_at(offers: Seq[Offer], costs: Costs, depth: int) -> float:
-    """Expected tokens of all ranks a nanosecond. Every rank waits for the one with most rows, and
-    each depth is a round of drafting for all."""
-    tokens = sum(offer.expected[depth] for offer in offers) / MILLIONTHS
-    return tokens / max(costs.step(max(offer.rows[depth] for offer in offers), depth), 1)
-
-
 class AdaptiveDepth:
     """State of the agreement, the same on every rank: it changes by `agree` and `pass_by` alone."""
 

@@ -22,7 +22,6 @@ from models.deepseek.kernels.gpu.language import tl, triton
 from models.deepseek.kernels.gpu.mla_rows import (
     cache_views,
     check_widths,
-    pack_rows_twin,
     row_bytes,
 )
 from models.deepseek.kernels.gpu.quant import block_scale, quantise_block
@@ -130,11 +129,6 @@ def write_latents_twin(
     even, odd = key.double()[:, 0::2], key.double()[:, 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=2).flatten(1)
     return torch.cat((normed, turned), dim=1)
-
-
-def pack_twin(rows: Tensor, rank: int, ue8m0: bool = False) -> Tensor:
-    """[T, c + r] of any float -> [T, B] uint8: rows of the FP8 cache."""
-    return pack_rows_twin(rows[:, :rank], rows[:, rank:], ue8m0)
 
 
 def cost(tokens: int, rank: int = 512, rope: int = 64, fp8: bool = False) -> KernelCost:
