@@ -19,9 +19,17 @@ from models.deepseek.kernels.gpu import (
     sampling,
     scatter_rows,
     sort_pairs,
-    step_cost,
 )
-from models.deepseek.kernels.gpu.step_cost import H200, Part, Rates, decode_load, prefill_load
+from models.deepseek.kernels.gpu.step_kernels import Experts, Use
+from models.deepseek.kernels.gpu.step_limit import (
+    H200,
+    StepLoad,
+    even_experts,
+    least_seconds,
+    num_launches,
+    step_uses,
+    table,
+)
 
 ROOT = Path(__file__).parents[1]
 V3 = DeepSeekConfig.from_hf(ROOT / "launch/capacity/models/deepseek-v3.json")
@@ -62,39 +70,60 @@ def test_costs_are_those_of_the_tensors() -> None:
     assert sort_pairs.sort_pairs_cost(t, k, 4).bytes > nbytes(((t, k), I32), ((t, k), I64))
 
 
-def test_parts_of_a_decode_step() -> None:
-    load = decode_load(V3, sequences=128, context=4096, ranks=144, physical=288)
-    parts = {part.name: part for part in step_cost.step_parts(V3, load)}
-    assert load.expert_rows == [512, 512]  # 128 * 144 * 8 / 288
-    experts = parts["experts gate up"]
-    assert experts.times == 58 and experts.fp8
-    assert experts.cost.flops == 2 * 1024 * 4096 * 7168
+def decode(sequences: int, context: int) -> list[tuple[Use, int]]:
+    """A rank's step of EP144."""
+    experts = even_experts(V3, sequences, 144, 288, routed=False)
+    return list(step_uses(V3, StepLoad(sequences, 1, context, True, experts)))
+
+
+def test_kernels_of_a_decode_step() -> None:
+    assert even_experts(V3, 128, 144, 288, False) == Experts((512, 512), False)  # 128 * 8 / 2
+    uses = decode(128, 4096)
+    both, between, down = [(use, n) for use, n in uses if use.part == "experts"]
+    assert both[1] == between[1] == down[1] == 58 and both[0].unit == "fp8"
+    assert both[0].cost.flops == 2 * 1024 * 4096 * 7168
+    core = next(use for use, _ in uses if use.kernel == "mla_decode")
     latents = 128 * 4096 * 576 * 2
-    assert latents < parts["attention"].cost.bytes < 2 * latents  # and parts, queries
-    weights = sum(
-        part.cost.bytes * part.times
-        for name, part in parts.items()
-        if name in ("qkv_a", "q_b", "o", "W_UK", "W_UV")
-    )
+    assert latents < core.cost.bytes < 2 * latents and core.unit == "bf16"  # and parts, queries
+    weights = sum(use.cost.bytes * n for use, n in uses if use.part == "projections")
     assert weights > 61 * (2112 * 7168 + 24576 * 1536 + 7168 * 16384 + 2 * 2 * 128 * 128 * 512)
-    assert "dense mlp down" in parts and parts["dense mlp down"].times == 3
-    assert parts["logits"].cost.bytes > 129280 * 7168 * 2
+    assert {n for use, n in uses if use.part == "dense"} == {3}
+    head = next(use for use, _ in uses if use.part == "head")
+    assert head.cost.bytes > 129280 * 7168 * 2
+    assert num_launches(uses) > sum(n for _, n in uses) > 61 * 20
 
 
 def test_what_a_step_takes_grows_with_what_it_does() -> None:
     def seconds(sequences: int, context: int) -> float:
-        load = decode_load(V3, sequences, context, 144, 288)
-        return step_cost.step_seconds(step_cost.step_parts(V3, load), H200)
+        return least_seconds(decode(sequences, context), H200)
 
     assert seconds(64, 4096) < seconds(128, 4096) < seconds(128, 32768)
-    prefill = step_cost.step_parts(V3, prefill_load(V3, 4, 4096, 32, 288))
-    assert step_cost.step_seconds(prefill, H200) > 10 * seconds(128, 4096)
-    slow = Rates(H200.memory, H200.fp8, H200.bf16, launch_seconds=1e-6)
-    more = step_cost.step_seconds(prefill, slow) - step_cost.step_seconds(prefill, H200)
-    assert more == pytest.approx(1e-6 * step_cost.num_launches(prefill))
-    one = Part("x", dense.dense_cost(1, 1000, 1000), fp8=True)
-    assert one.seconds(H200) == one.cost.bytes / H200.memory  # one row: bound by the weight
+    experts = even_experts(V3, 4 * 4096, 32, 288, routed=True)
+    prompts = list(step_uses(V3, StepLoad(4, 4096, 4096, False, experts)))
+    assert least_seconds(prompts, H200) > 10 * seconds(128, 4096)
+    parts = {use.part for use, _ in prompts}
+    assert sum(least_seconds(prompts, H200, part) for part in parts) == pytest.approx(
+        least_seconds(prompts, H200)
+    )
+    absorbed = list(step_uses(V3, StepLoad(4, 4096, 2048, True, experts)))
+    assert least_seconds(absorbed, H200) > least_seconds(prompts, H200)
+
+
+def test_no_step_is_quicker_than_its_limit() -> None:
+    """One row bound by its weight, rows bound by arithmetic, kernels whose FLOPs do not count."""
+    one = Use("x", "dense", "product", dense.dense_cost(1, 1000, 1000), fp8=True)
+    assert least_seconds([(one, 3)], H200) == 3 * one.cost.bytes / H200.memory
+    many = Use("x", "dense", "product", dense.dense_cost(1 << 20, 1000, 1000))
+    assert least_seconds([(many, 1)], H200) == many.cost.flops / H200.bf16
+    moved = Use("x", "rest", "memory", many.cost)
+    assert least_seconds([(moved, 1)], H200) == many.cost.bytes / H200.memory
+    # A lone row visits 8 of 256 experts, and reads no others.
+    experts = even_experts(V3, 1, 1, 256, routed=True)
+    assert sum(n > 0 for n in experts.rows) == 8
+    alone = list(step_uses(V3, StepLoad(1, 1, 1024, True, experts)))
+    read = sum(use.cost.bytes for use, _ in alone if use.kernel == "grouped_gemm")
+    assert 8 * 44e6 < read < 8 * 45e6
 
 
 def test_the_table_in_benchmarks() -> None:
-    assert step_cost.table(V3) in (ROOT / "BENCHMARKS.md").read_text()
+    assert table(V3) in (ROOT / "BENCHMARKS.md").read_text()

@@ -23,13 +23,12 @@ from launch.bench.device_trace import device_spans
 from launch.bench.engine_gpu_steps import EngineRow, EngineSizes, TimedSteps, Tracer
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import Kernels
-from models.deepseek.kernels.gpu.step_cost import (
-    Rates,
-    decode_load,
+from models.deepseek.kernels.gpu.step_limit import (
+    StepLoad,
+    even_experts,
+    least_seconds,
     num_launches,
-    prefill_load,
-    step_parts,
-    step_seconds,
+    step_uses,
 )
 from models.deepseek.model import DeepSeekModel
 from models.deepseek.random_weights import RandomWeights
@@ -171,7 +170,6 @@ def measure_engine(
     notes = [f"weights: {sum(weights.memory_bytes().values()) / 2**30:.1f} GiB, random"]
     if graphs is None and device.type == "cuda":
         graphs = lambda: CudaApi(device)  # noqa: E731
-    rates = Rates(limits.memory, limits.fp8, limits.bf16)
     rows: list[EngineRow] = []
     left: list[str] = []
     for mode, share in MODES.items():
@@ -186,7 +184,7 @@ def measure_engine(
             return open_engine(config, weights, kernels, sizes, mode, notes, api)
 
         done, later = _measure_mode(mode, opened, jobs, device, sizes, deadline, trace, progress)
-        rows += [row if row.error else with_prediction(row, config, rates) for row in done]
+        rows += [row if row.error else with_prediction(row, config, limits) for row in done]
         left += later
         gc.collect()  # what a mode had, its graphs too, is given back before the next one
         if device.type == "cuda":
@@ -242,11 +240,13 @@ def _failed(mode: str, what: str, count: int, length: int, error: Exception) -> 
     )
 
 
-def with_prediction(row: EngineRow, config: DeepSeekConfig, rates: Rates) -> EngineRow:
+def with_prediction(row: EngineRow, config: DeepSeekConfig, limits: Limits) -> EngineRow:
     """Beside what was measured: the step's launches at these rates, one after the other."""
-    make = decode_load if row.what == "decode" else prefill_load
-    load = make(config, row.sequences, row.context, 1, config.n_routed_experts)
-    if row.what == "prefill" and row.mode == "deterministic":  # absorbed, each row to its own end
-        load = replace(load, decode=True, contexts=[max(1, row.context // 2)] * row.sequences)
-    parts = step_parts(config, load)
-    return replace(row, predicted=step_seconds(parts, rates), launches=num_launches(parts))
+    decode = row.what == "decode"
+    new, context = 1 if decode else row.context, row.context
+    absorbed = decode or row.mode == "deterministic"
+    if absorbed and not decode:  # each row attends up to itself
+        context = max(1, row.context // 2)
+    experts = even_experts(config, row.sequences * new, 1, config.n_routed_experts, routed=True)
+    uses = list(step_uses(config, StepLoad(row.sequences, new, context, absorbed, experts)))
+    return replace(row, predicted=least_seconds(uses, limits), launches=num_launches(uses))

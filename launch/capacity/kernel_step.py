@@ -4,33 +4,37 @@ The same step as `times` predicts from the model's shape; there small kernels ar
 here each is counted. Shares of peaks and floors are those of `times.Calibration`, with their
 sources; all-to-alls and what overlap hides of them are taken from there as well.
 
-Knows: which kernels there are (`kernels`), a GPU's peaks. Knows nothing of requests or prices.
-moeserve's own layout only: attention is data-parallel. Attention of prefill is that of fast mode
-(keys expanded), of decode that of deterministic mode unless told otherwise.
+Which kernels there are: models/deepseek/kernels/gpu/step_kernels.py. Knows: a GPU's peaks. Knows
+nothing of requests or prices. moeserve's own layout only: attention is data-parallel. Attention of
+prefill is that of fast mode (keys expanded), of decode that of deterministic mode unless told
+otherwise.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 from launch.capacity.deployment import Deployment
 from launch.capacity.hardware import Gpu
-from launch.capacity.kernels import (
+from launch.capacity.predict import Workload
+from launch.capacity.times import Calibration, Step, decode_exposed, prefill_exposed, share
+from models.deepseek.config import DeepSeekConfig
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
+from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
     Use,
     attention_decode,
     attention_prefill,
     dense_layer,
     ends,
-    moe,
+    gate_and_shared,
+    routed_experts,
     spread_rows,
 )
-from launch.capacity.predict import Workload
-from launch.capacity.times import Calibration, decode_exposed, prefill_exposed, share
-from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
 
 # Launches of a MoE layer of DeepSeek-V3 in decode: `Calibration.launch`, which was fitted on whole
 # layers, is what their gaps and small kernels' own floors come to.
@@ -58,18 +62,67 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
-class KernelStep:
-    """kernels: in the order of a step. exposed: seconds of all-to-alls that nothing hides; drafts:
-    of MTP; seconds: the whole step."""
+class _Group:
+    """Kernels that run one after another, and how long each takes on a GPU with its gap."""
 
-    kernels: list[KernelTime]
+    uses: tuple[Use, ...]
+    seconds: tuple[float, ...]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for use, seconds in zip(self.uses, self.seconds, strict=True):
+            found[use.part] += seconds
+        return dict(found)
+
+    @cached_property
+    def whole(self) -> float:
+        return sum(self.seconds)
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """groups: of kernels, how often a step has each, by what factor it takes longer there. exposed:
+    seconds of all-to-alls that nothing hides; drafts: of MTP; seconds: the whole step."""
+
+    gpu: Gpu
+    calibration: Calibration
+    groups: tuple[tuple[_Group, int, float], ...]
     comm: float
     exposed: float
     drafts: float
     seconds: float
 
+    @cached_property
+    def kernels(self) -> list[KernelTime]:
+        """About in the order of a step."""
+        found: dict[tuple[str, str], list[tuple[Use, float, int, float]]] = defaultdict(list)
+        for group, times, factor in self.groups:
+            for use, seconds in zip(group.uses, group.seconds, strict=True):
+                found[use.kernel, use.part].append((use, seconds, times, factor))
+        return [
+            _time(kernel, part, same, self.gpu, self.calibration)
+            for (kernel, part), same in found.items()
+        ]
+
     def part(self, name: str) -> float:
-        return sum(k.seconds for k in self.kernels if k.part == name)
+        return sum(n * factor * group.parts.get(name, 0.0) for group, n, factor in self.groups)
+
+    @property
+    def step(self) -> Step:
+        """As the fitted model tells one."""
+        return Step(
+            projections=self.part("projections"),
+            core=self.part("core"),
+            experts=self.part("experts"),
+            shared=self.part("shared"),
+            dense=self.part("dense"),
+            rest=self.part("rest"),
+            head=self.part("head"),
+            comm=self.comm,
+            exposed=self.exposed,
+            seconds=self.seconds,
+        )
 
     @property
     def launches(self) -> int:
@@ -105,38 +158,89 @@ def kernel_step(
     one = _decode(d, work, 0, c, partitions)
     head = one.part("head")
     drafts = d.drafts * ((one.seconds - head - one.part("dense")) / d.shape.layers + head)
-    return KernelStep(step.kernels, step.comm, step.exposed, drafts, step.seconds + drafts)
+    return KernelStep(d.gpu, c, step.groups, step.comm, step.exposed, drafts, step.seconds + drafts)
 
 
 def _decode(
     d: Deployment, work: Workload, drafts: int, c: Calibration, partitions: Partitions
 ) -> KernelStep:
-    shape, pool = d.shape, d.pool()
+    m, gpu, pool = d.shape.config, d.gpu, d.pool()
     halves = 2 if pool.overlap and pool.ep > 1 else 1
     rows_each = 1 + drafts
     sequences = max(1, round(d.sequences / halves))
-    rows = sequences * rows_each
-    attention = attention_decode(
-        shape, [round(work.context)] * sequences, rows_each, d.kv_fp8, partitions
+    rows, whole = sequences * rows_each, d.sequences * rows_each
+    attention = _decode_attention(
+        m, round(work.context), sequences, rows_each, d.kv_fp8, partitions, gpu, c
     )
-    layer = moe(shape, rows, _busiest(d, rows), d.hosted, d.wire_fp8)
-    once = ends(shape, d.sequences * rows_each, d.sequences * rows_each)
-    dense = dense_layer(shape, d.sequences * rows_each)
-    seconds = sum(_seconds(u, pool.gpu, c) for u in attention + layer)
-    comm, exposed = decode_exposed(shape, pool, d.sequences * rows_each, seconds, c)
-    return _join(d, c, halves, attention, layer, dense, once, comm, exposed, 1.0)
+    own, experts = _own(m, rows, d.hosted, gpu, c), _experts(d, rows, c)
+    seconds = attention.whole + own.whole + experts.whole
+    comm, exposed = decode_exposed(d.shape, pool, whole, seconds, c)
+    once = _ends(m, whole, whole, gpu, c)
+    return _join(d, c, halves, (attention, own, experts, once), whole, comm, exposed, 1.0)
 
 
 def _prefill(d: Deployment, work: Workload, c: Calibration) -> KernelStep:
-    shape, pool = d.shape, d.pool()
-    contexts, new = chunks(d.tokens, work)
-    attention = attention_prefill(shape, contexts, new, d.kv_fp8)
-    layer = moe(shape, d.tokens, _busiest(d, d.tokens), d.hosted, d.wire_fp8)
-    dense = dense_layer(shape, d.tokens)
-    once = ends(shape, d.tokens, max(1, round(d.tokens / work.input_tokens)))
-    seconds = sum(_seconds(u, pool.gpu, c) for u in attention + layer)
-    comm, exposed, slower = prefill_exposed(shape, pool, d.tokens, seconds, c)
-    return _join(d, c, 1, attention, layer, dense, once, comm, exposed, slower)
+    m, gpu, pool, rows = d.shape.config, d.gpu, d.pool(), d.tokens
+    attention = _prefill_attention(m, rows, work, d.kv_fp8, gpu, c)
+    own, experts = _own(m, rows, d.hosted, gpu, c), _experts(d, rows, c)
+    seconds = attention.whole + own.whole + experts.whole
+    comm, exposed, slower = prefill_exposed(d.shape, pool, rows, seconds, c)
+    once = _ends(m, rows, max(1, round(rows / work.input_tokens)), gpu, c)
+    return _join(d, c, 1, (attention, own, experts, once), rows, comm, exposed, slower)
+
+
+# Groups come again in other layouts of the same pool, and in other pools: a search asks for some
+# thousand steps.
+
+
+@lru_cache(maxsize=1024)
+def _decode_attention(
+    m: DeepSeekConfig,
+    context: int,
+    sequences: int,
+    rows_each: int,
+    kv_fp8: bool,
+    partitions: Partitions,
+    gpu: Gpu,
+    c: Calibration,
+) -> _Group:
+    contexts = [context] * sequences
+    return _timed(attention_decode(m, contexts, rows_each, kv_fp8, partitions), gpu, c)
+
+
+@lru_cache(maxsize=1024)
+def _prefill_attention(
+    m: DeepSeekConfig, tokens: int, work: Workload, kv_fp8: bool, gpu: Gpu, c: Calibration
+) -> _Group:
+    return _timed(attention_prefill(m, *chunks(tokens, work), kv_fp8), gpu, c)
+
+
+@lru_cache(maxsize=1024)
+def _own(m: DeepSeekConfig, rows: int, hosted: int, gpu: Gpu, c: Calibration) -> _Group:
+    return _timed(gate_and_shared(m, rows, hosted), gpu, c)
+
+
+@lru_cache(maxsize=1024)
+def _ends(m: DeepSeekConfig, rows: int, sampled: int, gpu: Gpu, c: Calibration) -> _Group:
+    return _timed(ends(m, rows, sampled), gpu, c)
+
+
+@lru_cache(maxsize=1024)
+def _dense(m: DeepSeekConfig, rows: int, gpu: Gpu, c: Calibration) -> _Group:
+    return _timed(dense_layer(m, rows), gpu, c)
+
+
+def _experts(d: Deployment, rows: int, c: Calibration) -> _Group:
+    """Of the busiest GPU."""
+    pairs = rows * d.picks * d.balance
+    routed = d.dispatch not in ("deepep_ll", "nvshmem")
+    experts = Experts(spread_rows(pairs, d.slots_per_gpu), routed)
+    return _timed(routed_experts(d.shape.config, rows, experts, d.wire_fp8), d.gpu, c)
+
+
+def _timed(uses: Iterable[Use], gpu: Gpu, c: Calibration) -> _Group:
+    uses = tuple(uses)
+    return _Group(uses, tuple(_seconds(u, gpu, c) for u in uses))
 
 
 def chunks(tokens: int, work: Workload) -> tuple[list[int], list[int]]:
@@ -152,61 +256,50 @@ def chunks(tokens: int, work: Workload) -> tuple[list[int], list[int]]:
     return contexts, new
 
 
-def _busiest(d: Deployment, rows: int) -> Experts:
-    pairs = rows * d.picks * d.balance
-    routed = d.dispatch not in ("deepep_ll", "nvshmem")
-    return Experts(spread_rows(pairs, d.slots_per_gpu), routed)
-
-
 def _join(
     d: Deployment,
     c: Calibration,
     halves: int,
-    attention: Sequence[Use],
-    layer: Sequence[Use],
-    dense: Sequence[Use],
-    once: Sequence[Use],
+    groups: tuple[_Group, _Group, _Group, _Group],
+    rows: int,
     comm: float,
     exposed: float,
     slower: float,
 ) -> KernelStep:
-    """comm, exposed: of a MoE layer. slower: what work loses to all-to-alls beside it."""
+    """groups: attention, of a MoE layer its own and its experts, once in a step. rows: of the
+    step. comm, exposed: of a MoE layer. slower: what work loses to all-to-alls beside it."""
     shape, gpu = d.shape, d.gpu
     moe_layers, plain = shape.moe_layers, shape.layers - shape.moe_layers
-    factor = c.young if d.gpu.young else 1.0
+    factor = c.young if gpu.young else 1.0
+    attention, own, experts, once = groups
     counted = [
-        *((u, halves * shape.layers, slower) for u in attention),
-        *((u, halves * moe_layers, slower) for u in layer),
-        *((u, plain, 1.0) for u in dense),
-        *((u, 1, 1.0) for u in once),
+        (attention, halves * shape.layers, factor * slower),
+        (own, halves * moe_layers, factor * slower),
+        (experts, halves * moe_layers, factor * slower),
     ]
-    kernels = _summed(((u, n, factor * more) for u, n, more in counted if n), gpu, c)
+    if plain:
+        counted.append((_dense(shape.config, rows, gpu, c), plain, factor))
+    counted.append((once, 1, factor))
     exposed, comm = factor * moe_layers * exposed, factor * moe_layers * comm
-    return KernelStep(kernels, comm, exposed, 0.0, sum(k.seconds for k in kernels) + exposed)
-
-
-def _summed(uses: Iterable[tuple[Use, int, float]], gpu: Gpu, c: Calibration) -> list[KernelTime]:
-    found: dict[tuple[str, str], list[tuple[Use, int, float]]] = defaultdict(list)
-    for use, times, factor in uses:
-        found[use.kernel, use.part].append((use, times, factor))
-    return [_time(kernel, part, same, gpu, c) for (kernel, part), same in found.items()]
+    seconds = sum(n * more * group.whole for group, n, more in counted) + exposed
+    return KernelStep(gpu, c, tuple(x for x in counted if x[1]), comm, exposed, 0.0, seconds)
 
 
 def _time(
-    kernel: str, part: str, same: list[tuple[Use, int, float]], gpu: Gpu, c: Calibration
+    kernel: str, part: str, same: list[tuple[Use, float, int, float]], gpu: Gpu, c: Calibration
 ) -> KernelTime:
     limits = {
-        "memory": sum(n * _by_memory(u, gpu, c) for u, n, _ in same),
-        "compute": sum(n * _by_compute(u, gpu, c) for u, n, _ in same),
-        "gaps": sum(n * _gap(u, c) for u, n, _ in same),
+        "memory": sum(n * _by_memory(u, gpu, c) for u, _, n, _ in same),
+        "compute": sum(n * _by_compute(u, gpu, c) for u, _, n, _ in same),
+        "gaps": sum(n * _gap(u, c) for u, _, n, _ in same),
     }
     return KernelTime(
         kernel,
         part,
-        launches=sum(n * u.launches for u, n, _ in same),
-        bytes=sum(n * u.cost.bytes for u, n, _ in same),
-        flops=sum(n * u.cost.flops for u, n, _ in same if u.kind != "memory"),
-        seconds=sum(n * factor * _seconds(u, gpu, c) for u, n, factor in same),
+        launches=sum(n * u.launches for u, _, n, _ in same),
+        bytes=sum(n * u.cost.bytes for u, _, n, _ in same),
+        flops=sum(n * u.cost.flops for u, _, n, _ in same if u.kind != "memory"),
+        seconds=sum(n * factor * seconds for _, seconds, n, factor in same),
         bound=max(limits, key=lambda name: limits[name]),
     )
 
@@ -228,10 +321,15 @@ def _by_memory(u: Use, gpu: Gpu, c: Calibration) -> float:
 def _by_compute(u: Use, gpu: Gpu, c: Calibration) -> float:
     if u.kind == "memory":
         return 0.0
-    reached = {
+    return u.cost.flops / ((gpu.fp8 if u.fp8 else gpu.bf16) * _reached(gpu, c)[u.kind])
+
+
+@lru_cache(maxsize=64)
+def _reached(gpu: Gpu, c: Calibration) -> dict[str, float]:
+    """Shares of peaks, by `Use.kind`."""
+    return {
         "product": share(gpu, c, c.ceiling),
         "grouped": share(gpu, c, c.grouped),
         "decode_core": c.decode_core,
         "prefill_core": c.prefill_core,
-    }[u.kind]
-    return u.cost.flops / ((gpu.fp8 if u.fp8 else gpu.bf16) * reached)
+    }

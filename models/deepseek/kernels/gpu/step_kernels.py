@@ -1,9 +1,11 @@
-"""Which of our GPU kernels a step launches, and what each must move and compute.
+"""Which of our GPU kernels a step launches, and what each must move and compute: the one list.
 
-Knows: the order of kernels in a layer (triton_attention.py and triton_dense.py of
-models/deepseek/kernels/gpu; model.py, mla.py and moe.py, which call them), each kernel's own count
-of bytes and FLOPs. Knows nothing of GPUs, seconds or all-to-alls (`kernel_step`). Plain tensor
-operations between kernels (a sum, a cast, a join) are counted by their bytes, under own names.
+Knows: a config, the order of kernels in a layer (triton_attention.py and triton_dense.py beside
+this file; model.py, mla.py and moe.py, which call them), each kernel's own count of bytes and
+FLOPs. Knows nothing of GPUs, seconds or all-to-alls. Plain tensor operations between kernels (a
+sum, a cast, a join) are counted by their bytes, under own names.
+
+What a step takes at least by them: step_limit.py; what it is predicted to take: the planner's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.capacity.shape import ModelShape
+from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.gpu import (
     dense,
     fp8_gemm,
@@ -34,15 +36,16 @@ from models.deepseek.kernels.gpu import (
 from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
 
-# Which share of a peak a kernel reaches: of `times.Calibration`; "memory": its bytes decide alone.
+# What bounds a kernel beside its bytes; "memory": nothing does.
 Kind = Literal["product", "grouped", "decode_core", "prefill_core", "memory"]
+# Of a layer, or of a step: whose work it is.
 Part = Literal["projections", "core", "experts", "shared", "dense", "rest", "head"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """Of one kernel in a layer, or once in a step. part: of `times.Step`. fp8: its products are of
-    e4m3 values. launches: of which this is made."""
+    """Of one kernel in a layer, or once in a step. fp8: its products are of e4m3 values. launches:
+    of which this is made."""
 
     kernel: str
     part: Part
@@ -50,6 +53,11 @@ class Use:
     cost: KernelCost
     fp8: bool = False
     launches: int = 1
+
+    @property
+    def unit(self) -> str:
+        """Which matrix unit computes it: fp8, bf16 or none, as `Limits` calls them."""
+        return "none" if self.kind == "memory" else "fp8" if self.fp8 else "bf16"
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Experts:
 
 
 def attention_decode(
-    shape: ModelShape,
+    m: DeepSeekConfig,
     contexts: Sequence[int],
     rows_each: int,
     kv_fp8: bool,
@@ -70,7 +78,6 @@ def attention_decode(
 ) -> list[Use]:
     """A layer in absorbed form, with the norm before it. contexts: of each sequence; rows_each:
     1, or 1 + drafts."""
-    m = shape.config
     rows, heads = len(contexts) * rows_each, m.num_attention_heads
     rank, turned = m.kv_lora_rank, m.qk_rope_head_dim
     per_head = (
@@ -82,15 +89,15 @@ def attention_decode(
         fp8=kv_fp8, rows_each=rows_each, partitions=partitions,
     )  # fmt: skip
     merged = max(map(partitions.count, contexts), default=1) > 1
-    uses = [_added_norm(shape, rows), *_qkv_a(shape, rows)]
+    uses = [_added_norm(m, rows), *_qkv_a(m, rows)]
     uses += [_memory("mla_cache", mla_cache.cost(rows, rank, turned, kv_fp8))]
     if m.q_lora_rank is not None:
-        fused = _fp8(shape)
+        fused = _fp8(m)
         uses += [
             _memory("norm_quant", norm_quant.cost(rows, m.q_lora_rank, residual=False))
             if fused
             else _memory("rms_norm", norm.rms_norm_cost(rows, m.q_lora_rank)),
-            _product(shape, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank),
+            _product(m, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank),
         ]
     uses += [
         Use("dense_per_head", "projections", "product", per_head[0]),
@@ -98,27 +105,26 @@ def attention_decode(
         Use("mla_decode", "core", "decode_core", core, launches=1 + merged),
         Use("dense_per_head", "projections", "product", per_head[1]),
     ]
-    return uses + _linear(shape, "projections", rows, m.hidden_size, heads * m.v_head_dim)
+    return uses + _linear(m, "projections", rows, m.hidden_size, heads * m.v_head_dim)
 
 
 def attention_prefill(
-    shape: ModelShape, contexts: Sequence[int], new: Sequence[int], kv_fp8: bool
+    m: DeepSeekConfig, contexts: Sequence[int], new: Sequence[int], kv_fp8: bool
 ) -> list[Use]:
     """A layer in naive form, with the norm before it. contexts: positions of each sequence when its
     new ones are written."""
-    m = shape.config
     rows, heads = sum(new), m.num_attention_heads
     nope, turned, value = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     rank = m.kv_lora_rank
-    uses = [_added_norm(shape, rows), *_qkv_a(shape, rows)]
+    uses = [_added_norm(m, rows), *_qkv_a(m, rows)]
     if m.q_lora_rank is not None:
         uses.append(_memory("rms_norm", norm.rms_norm_cost(rows, m.q_lora_rank)))
-        uses += _linear(shape, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank)
+        uses += _linear(m, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank)
     whole = mla_prefill.cost(
         list(contexts), list(new), heads,
         rank=rank, rope=turned, nope=nope, value=value, fp8=kv_fp8,
     )  # fmt: skip
-    expand = _product(shape, "projections", sum(contexts), heads * (nope + value), rank)
+    expand = _product(m, "projections", sum(contexts), heads * (nope + value), rank)
     return [
         *uses,
         _memory("rms_norm", norm.rms_norm_cost(rows, rank)),
@@ -129,62 +135,66 @@ def attention_prefill(
         # Its count has the expansion of keys in it, which is a product of its own.
         Use("mla_prefill", "core", "prefill_core", _less(whole, expand.cost)),
         expand,
-        *_linear(shape, "projections", rows, m.hidden_size, heads * value),
+        *_linear(m, "projections", rows, m.hidden_size, heads * value),
     ]
 
 
-def moe(shape: ModelShape, rows: int, experts: Experts, hosted: int, wire_fp8: bool) -> list[Use]:
-    """A layer's norm, gate, experts and the shared one; rows on the way are counted elsewhere."""
-    m = shape.config
-    hidden, top_k = m.hidden_size, m.num_experts_per_tok
-    uses = [
-        _added_norm(shape, rows),
-        Use(
-            "gate", "rest", "product",
-            gate.gate_cost(rows, hidden, m.n_routed_experts, top_k), launches=2,
-        ),
-    ]  # fmt: skip
-    total = sum(experts.rows)
-    if experts.routed and wire_fp8:
-        uses.append(_memory("quant", quant.cost(rows, hidden)))
-    if experts.routed:
-        pairs = sort_pairs.sort_pairs_cost(total, 1, len(experts.rows))
-        size = 1 if _fp8(shape) else 2
-        moved = permute.permute_cost(total, hidden, size, -(-hidden // 128) if size == 1 else 0)
-        uses += [_memory("sort_pairs", pairs, launches=4), _memory("permute", moved)]
-    uses += _experts(shape, experts.rows)
-    if experts.routed:
-        back = permute.unpermute_cost(max(total // top_k, 1), total, hidden)
-        uses.append(_memory("unpermute", back))
+def gate_and_shared(m: DeepSeekConfig, rows: int, hosted: int) -> list[Use]:
+    """Of a MoE layer what each GPU does for its own rows: the norm, the gate, the shared expert
+    where it does not lie in slots."""
+    hidden = m.hidden_size
+    picking = gate.gate_cost(rows, hidden, m.n_routed_experts, m.num_experts_per_tok)
+    uses = [_added_norm(m, rows), Use("gate", "rest", "product", picking, launches=2)]
     if not hosted and m.n_shared_experts:
-        uses += mlp(shape, "shared", rows, m.moe_intermediate_size, m.n_shared_experts)
+        uses += mlp(m, "shared", rows, m.moe_intermediate_size, m.n_shared_experts)
         # The sum in fp32, and its cast.
         uses.append(_memory("add and cast", KernelCost(16 * rows * hidden, 0), launches=2))
     return uses
 
 
-def mlp(shape: ModelShape, part: Part, rows: int, width: int, pieces: int = 1) -> list[Use]:
-    hidden = shape.config.hidden_size
-    one = _linear(shape, part, rows, 2 * width, hidden)
-    if _fp8(shape):
+def routed_experts(m: DeepSeekConfig, rows: int, experts: Experts, wire_fp8: bool) -> list[Use]:
+    """Of a MoE layer the experts, for rows from anywhere. rows: of the GPU's own, which are sent
+    away. What all-to-alls do, some quantise, is theirs."""
+    hidden, total = m.hidden_size, sum(experts.rows)
+    if not experts.routed:
+        late = _fp8(m) and not wire_fp8  # as they lie, when they have come
+        return [*([_memory("quant", quant.cost(total, hidden))] if late else []),
+                *_experts(m, experts.rows)]  # fmt: skip
+    uses = [_memory("quant", quant.cost(rows, hidden))] if wire_fp8 or _fp8(m) else []
+    pairs = sort_pairs.sort_pairs_cost(total, 1, len(experts.rows))
+    size = 1 if _fp8(m) else 2
+    moved = permute.permute_cost(total, hidden, size, -(-hidden // 128) if size == 1 else 0)
+    back = permute.unpermute_cost(max(total // m.num_experts_per_tok, 1), total, hidden)
+    return [
+        *uses,
+        _memory("sort_pairs", pairs, launches=4),
+        _memory("permute", moved),
+        *_experts(m, experts.rows),
+        _memory("unpermute", back),
+    ]
+
+
+def mlp(m: DeepSeekConfig, part: Part, rows: int, width: int, pieces: int = 1) -> list[Use]:
+    hidden = m.hidden_size
+    one = _linear(m, part, rows, 2 * width, hidden)
+    if _fp8(m):
         one.append(_memory("quant_silu_mul", quant.cost(rows, width, silu=True)))
     else:
         one.append(_memory("silu_mul", norm.silu_mul_cost(rows, width)))
-    one.append(_product(shape, part, rows, hidden, width))
+    one.append(_product(m, part, rows, hidden, width))
     return one * pieces
 
 
-def dense_layer(shape: ModelShape, rows: int) -> list[Use]:
-    return [_added_norm(shape, rows), *mlp(shape, "dense", rows, shape.config.intermediate_size)]
+def dense_layer(m: DeepSeekConfig, rows: int) -> list[Use]:
+    return [_added_norm(m, rows), *mlp(m, "dense", rows, m.intermediate_size)]
 
 
-def ends(shape: ModelShape, rows: int, sampled: int) -> list[Use]:
+def ends(m: DeepSeekConfig, rows: int, sampled: int) -> list[Use]:
     """Of a step: the embedding, the last norm; the head and a greedy choice for `sampled` rows."""
-    m = shape.config
     logits = dense.dense_cost(sampled, m.vocab_size, m.hidden_size, out_itemsize=4)
     return [
         _memory("embedding", _copied(rows * m.hidden_size)),
-        _added_norm(shape, rows),
+        _added_norm(m, rows),
         Use("dense", "head", "product", logits),
         Use("argmax", "head", "memory", row_peaks.argmax_cost(sampled, m.vocab_size), launches=2),
     ]
@@ -198,10 +208,9 @@ def spread_rows(pairs: float, slots: int) -> list[int]:
     return [each + (i < more) for i in range(used)] + [0] * (slots - used)
 
 
-def _experts(shape: ModelShape, rows: Sequence[int]) -> list[Use]:
-    m = shape.config
+def _experts(m: DeepSeekConfig, rows: Sequence[int]) -> list[Use]:
     hidden, width, total = m.hidden_size, m.moe_intermediate_size, sum(rows)
-    if _fp8(shape):
+    if _fp8(m):
         both, down = (
             Use("grouped_gemm", "experts", "grouped", grouped_gemm.cost(rows, *shape_), fp8=True)
             for shape_ in ((2 * width, hidden), (hidden, width))
@@ -218,28 +227,25 @@ def _experts(shape: ModelShape, rows: Sequence[int]) -> list[Use]:
     return [both, between, down]
 
 
-def _qkv_a(shape: ModelShape, rows: int) -> list[Use]:
-    m = shape.config
+def _qkv_a(m: DeepSeekConfig, rows: int) -> list[Use]:
     query = m.num_attention_heads * m.qk_head_dim if m.q_lora_rank is None else m.q_lora_rank
-    return _linear(shape, "projections", rows, query + m.cache_width, m.hidden_size)
+    return _linear(m, "projections", rows, query + m.cache_width, m.hidden_size)
 
 
-def _linear(shape: ModelShape, part: Part, rows: int, columns: int, width: int) -> list[Use]:
+def _linear(m: DeepSeekConfig, part: Part, rows: int, columns: int, width: int) -> list[Use]:
     """With the quantisation of its rows, where weights are in e4m3."""
-    product = _product(shape, part, rows, columns, width)
-    return [_memory("quant", quant.cost(rows, width)), product] if _fp8(shape) else [product]
+    product = _product(m, part, rows, columns, width)
+    return [_memory("quant", quant.cost(rows, width)), product] if _fp8(m) else [product]
 
 
-def _product(shape: ModelShape, part: Part, rows: int, columns: int, width: int) -> Use:
-    if _fp8(shape):
+def _product(m: DeepSeekConfig, part: Part, rows: int, columns: int, width: int) -> Use:
+    if _fp8(m):
         return Use("fp8_gemm", part, "product", fp8_gemm.cost(rows, columns, width), fp8=True)
     return Use("dense", part, "product", dense.dense_cost(rows, columns, width))
 
 
-def _added_norm(shape: ModelShape, rows: int) -> Use:
-    return _memory(
-        "add_rms_norm", norm.rms_norm_cost(rows, shape.config.hidden_size, residual=True)
-    )
+def _added_norm(m: DeepSeekConfig, rows: int) -> Use:
+    return _memory("add_rms_norm", norm.rms_norm_cost(rows, m.hidden_size, residual=True))
 
 
 def _memory(kernel: str, cost: KernelCost, launches: int = 1) -> Use:
@@ -256,5 +262,5 @@ def _less(whole: KernelCost, part: KernelCost) -> KernelCost:
     return KernelCost(whole.bytes, max(whole.flops - part.flops, 0))
 
 
-def _fp8(shape: ModelShape) -> bool:
-    return shape.config.quantization is not None
+def _fp8(m: DeepSeekConfig) -> bool:
+    return m.quantization is not None
