@@ -152,6 +152,7 @@ def build_engine(
     _warm_up(engine)
     if ledger is not None:
         recorder.wants_rows = False  # of some dispatchers, to know them is to wait for the device
+        recorder.api = CudaApi(model.device)
         warm_up_prefill(runner, config.schedule.token_budget)
         ledger.took("workspace")
         runner.graphs = open_graphs(

@@ -5,8 +5,8 @@ interval of steps, handed on as wire messages as intervals close. Recordings beg
 that all ranks agree on (`Vote.recording`), so that their sums are exact and complete.
 
 Cheap by being late: a step only keeps the picks (tensors that the gate made anyway); once some
-steps have gathered, or somebody looks, all of them are counted by one bincount. What is kept is
-bounded by MAX_STEPS steps and about MAX_ROWS rows.
+steps have gathered, or somebody looks, all of them are counted by one bincount (`Uncounted`; on a
+GPU a step later). What is kept is bounded by MAX_STEPS steps and about MAX_ROWS rows.
 
 Knows: plans, ids of picks. Knows nothing of models, lockstep or sockets.
 
@@ -18,14 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ep.load import DECODE, PHASES, PREFILL, LoadWindow
 from ep.placement import ExpertPlacement
 from models.interface import StepObserver
+from moeserve.device.api import DeviceApi
 from moeserve.plan import StepPlan
+from moeserve.uncounted import Base, Uncounted
 from moeserve.wire_experts import Counts, FromRank, LoadInterval, PlacementTable, RecordingEnded
 
 MAX_STEPS = 16  # kept uncounted
@@ -74,16 +75,20 @@ class StepRecorder:
         # What has not been counted: picks and where each belongs (step, phase, layer), rows sent.
         self._steps: list[int] = []  # numbers of the complete steps
         self._picks: list[Tensor] = []
-        self._bases: list[int] = []
+        self._bases: list[Base] = []
         self._lengths: list[int] = []  # rows of each that are no padding
         self._rows: list[list[int]] = []
         self._num_rows = 0
+        self.api: DeviceApi | None = (
+            None  # of the device that picks are on, where it is none of CPUs
+        )
+        self._late: Uncounted | None = None  # gathered, to be counted at the next step's end
         # The step in progress.
         self._begun: tuple[int, int] | None = None  # picks and rows before it
         self._num_tokens = self._num_decodes = 0  # rows of the plan
         self._length = 0  # rows that are no padding, of the plan or of a round of drafting
         self._base = 0  # where its counts begin
-        self._split: tuple[Tensor, Tensor] | None = None  # rows of each phase, in a mixed step
+        self._phases: NDArray[np.int64] | None = None  # of each row, in a mixed step
         # The recording.
         self._wanted: _Wanted | None = None
         self._active: _Wanted | None = None
@@ -107,12 +112,12 @@ class StepRecorder:
         self._num_tokens, self._num_decodes = plan.num_tokens, plan.num_decode_tokens
         self._begin(self._num_tokens, self._num_decodes)
         if 0 < self._num_decodes < self._num_tokens:
-            self._split = _rows_of_phases(plan)
+            self._phases = _phases_of_rows(plan)
 
     def _begin(self, num_rows: int, num_decodes: int) -> None:
         """Picks of so many rows follow."""
         self._base = len(self._steps) * self._size
-        self._length, self._split = num_rows, None
+        self._length, self._phases = num_rows, None
         if num_decodes == num_rows:
             self._base += DECODE * self._layers * self._experts
 
@@ -123,22 +128,17 @@ class StepRecorder:
             return
         self._begin(num_rows, num_decodes)
         if 0 < num_decodes < num_rows:
-            rows = torch.arange(num_rows)
-            self._split = rows[num_decodes:], rows[:num_decodes]
+            self._phases = np.where(np.arange(num_rows) < num_decodes, DECODE, PREFILL)
 
     def expert_picks(self, layer: int, ids: Tensor) -> None:
         if self._begun is None:
             return  # disabled
-        base = self._base + layer * self._experts
-        if self._split is None:
-            self._picks.append(ids)
-            self._bases.append(base)
-            self._lengths.append(self._length)
-            return
-        for phase, rows in enumerate(self._split):
-            self._picks.append(ids.index_select(0, rows.to(ids.device)))
-            self._bases.append(base + phase * self._layers * self._experts)
-            self._lengths.append(len(rows))
+        base: Base = self._base + layer * self._experts
+        if self._phases is not None:
+            base = base + self._phases * (self._layers * self._experts)
+        self._picks.append(ids)
+        self._bases.append(base)
+        self._lengths.append(self._length)
 
     def rows_sent(self, layer: int, rows: list[int]) -> None:
         if self._begun is not None:
@@ -175,8 +175,11 @@ class StepRecorder:
             interval.tokens[PREFILL] += prefills
             interval.tokens[DECODE] += decodes
             self._after_recorded_step()
+        self._add_late()
         if len(self._steps) >= MAX_STEPS or self._num_rows >= MAX_ROWS:
-            self._count()
+            self._late = self._gather(self.api)
+            if self.api is None:
+                self._add_late()
 
     def drop_step(self) -> None:
         """The step failed: what it showed is forgotten."""
@@ -298,20 +301,30 @@ class StepRecorder:
 
     def _count(self) -> None:
         """Count what the complete steps have shown. Not amid a step."""
-        if not self._steps or self._begun is not None:
+        if self._begun is not None:
+            return
+        self._add_late()
+        if self._steps:
+            self._late = self._gather(None)
+            self._add_late()
+
+    def _gather(self, api: DeviceApi | None) -> Uncounted:
+        late = Uncounted.of(self._steps, self._rows, self._picks, self._bases, self._lengths, api)
+        self._steps, self._rows, self._picks, self._bases, self._lengths = [], [], [], [], []
+        self._num_rows = 0
+        return late
+
+    def _add_late(self) -> None:
+        late, self._late = self._late, None
+        if late is None:
             return
         assert self._window is not None
-        steps, self._steps = self._steps, []
-        size = len(steps) * self._size
-        counts = _bincount(self._picks, self._bases, self._lengths, size)
-        counts = counts.reshape(-1, *self._totals.shape)
-        self._picks, self._bases, self._lengths, self._num_rows = [], [], [], 0
-        for number, count in zip(steps, counts, strict=True):
+        counts = late.counts(len(late.steps) * self._size).reshape(-1, *self._totals.shape)
+        for number, count in zip(late.steps, counts, strict=True):
             self._window.add(count, number)
-        summed = counts.sum(axis=0) if len(steps) > 1 else counts[0]
+        summed = counts.sum(axis=0) if len(late.steps) > 1 else counts[0]
         self._totals += summed
-        rows = np.array(self._rows, np.int64).sum(axis=0) if self._rows else None
-        self._rows = []
+        rows = np.array(late.rows, np.int64).sum(axis=0) if late.rows else None
         if rows is not None:
             self._rows_total = rows if not self._rows_total.size else self._rows_total + rows
         if self._interval is not None:
@@ -321,12 +334,11 @@ class StepRecorder:
                 self._interval.rows = rows if old is None else old + rows
 
 
-def _rows_of_phases(plan: StepPlan) -> tuple[Tensor, Tensor]:
-    """Numbers of the prefill and of the decode rows: a mixed step splits exactly, by sequence."""
-    flags = np.zeros(len(plan.sequences), bool)
-    flags[plan.decodes] = True
-    is_decode = np.repeat(flags, plan.counts)
-    return torch.from_numpy(np.flatnonzero(~is_decode)), torch.from_numpy(np.flatnonzero(is_decode))
+def _phases_of_rows(plan: StepPlan) -> NDArray[np.int64]:
+    """[T]: a mixed step splits exactly, by sequence."""
+    phases = np.full(len(plan.sequences), PREFILL, np.int64)
+    phases[plan.decodes] = DECODE
+    return np.repeat(phases, plan.counts)
 
 
 class _RoundObserver:
@@ -335,24 +347,6 @@ class _RoundObserver:
 
     def part(self, name: str, seconds: float) -> None:
         pass
-
-
-def _bincount(
-    picks: list[Tensor], bases: list[int], lengths: list[int], size: int
-) -> NDArray[np.int64]:
-    """picks [>= lengths[i], K] each, -1 where masked; each counts at bases[i] + id -> [size]."""
-    if not picks:
-        return np.zeros(size, np.int64)
-    joined = torch.cat(picks)
-    if joined.shape[0] != sum(lengths):  # rows of padding
-        joined = torch.cat([x[:length] for x, length in zip(picks, lengths, strict=True)])
-    ids = joined.cpu().numpy()
-    assert len(ids) == sum(lengths), "picks of fewer rows than the plan has"
-    places = np.repeat(np.array(bases), lengths)[:, None] + ids
-    if ids.size and ids.min() < 0:
-        places = places[ids >= 0]
-    counts: NDArray[np.int64] = np.bincount(places.reshape(-1), minlength=size)
-    return counts
 
 
 def _table(recording: int, placement: ExpertPlacement) -> PlacementTable:

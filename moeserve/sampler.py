@@ -28,13 +28,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.crossing import sent
 from moeserve.continuation import Continuation
 from moeserve.draw import BLOCK, Floats, Race, arrivals, draw
 from moeserve.logprobs import token_logprobs
@@ -52,23 +53,32 @@ MOST = 1e30  # of an edited logit: what penalties make larger would overflow ove
 class Sampled:
     """token_ids [O]; logprobs by row, of rows that ask; failed: why a row has no token (that in
     token_ids means nothing); softmax [V] after step 7, of the random rows that were wanted:
-    `draw.kept` of it is the distribution that the row was drawn from."""
+    `draw.kept` of it is the distribution that the row was drawn from; raw [V], on the host, of rows
+    whose logits before any editing were wanted."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     softmax: dict[int, Floats] = field(default_factory=dict)
+    raw: dict[int, Tensor] = field(default_factory=dict)
 
 
 def sample(
-    logits: Tensor, sequences: Seq[Row], softmax_of: Collection[int] = frozenset()
+    logits: Tensor,
+    sequences: Seq[Row],
+    softmax_of: Collection[int] = frozenset(),
+    raw_of: Collection[int] = frozenset(),
 ) -> Sampled:
-    """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place. softmax_of:
-    rows whose probabilities are wanted beside their token. On CUDA: sampler_device.py."""
+    """logits [O, V] fp32, row j of sequences[j]. The logits may be changed in place. softmax_of,
+    raw_of: rows whose probabilities, whose logits are wanted beside their token. On CUDA:
+    sampler_device.py."""
     if logits.device.type == "cuda":
         from moeserve.sampler_device import sample_on_device  # has kernels, and imports this
 
-        return sample_on_device(logits, sequences, softmax_of)
+        return sample_on_device(logits, sequences, softmax_of, raw_of)
+    if raw_of:
+        kept = {j: logits[j].clone() for j in raw_of}
+        return replace(sample(logits, sequences, softmax_of), raw=kept)
     needs = 0
     for sequence in sequences:
         needs |= sequence.needs
@@ -124,7 +134,8 @@ def edit_logits(logits: Tensor, sequences: Seq[Row]) -> None:
     if biased:
         parts = [_bias_of(sequences[j]) for j in biased]
         at = _places(logits, biased, [x.ids for x in parts])
-        logits[at] += torch.from_numpy(np.concatenate([x.values for x in parts])).to(logits.device)
+        values = torch.from_numpy(np.concatenate([x.values for x in parts]))
+        logits[at] += sent(values, logits.device)
     rows: list[int] = []
     ids: list[int] = []
     for j, sequence in enumerate(sequences):
@@ -133,11 +144,16 @@ def edit_logits(logits: Tensor, sequences: Seq[Row]) -> None:
             rows += [j] * len(inside)
             ids += inside
     if ids:
-        logits[rows, ids] = float("-inf")
+        logits[_index(rows, logits), _index(ids, logits)] = float("-inf")
     forced = {j: t for j, s in enumerate(sequences) if (t := _forced(s)) is not None}
     if forced:
-        logits[list(forced)] = float("-inf")
-        logits[list(forced), list(forced.values())] = 0.0
+        there = _index(list(forced), logits)
+        logits[there] = float("-inf")
+        logits[there, _index(list(forced.values()), logits)] = 0.0
+
+
+def _index(numbers: list[int], logits: Tensor) -> Tensor:
+    return sent(torch.tensor(numbers, dtype=torch.int64), logits.device)
 
 
 def _forced(sequence: Row) -> int | None:
@@ -156,13 +172,13 @@ def _penalise(logits: Tensor, sequences: Seq[Row]) -> None:
 
     def column(values: list[float]) -> Tensor:
         array = np.repeat(np.array(values, np.float32), lengths)
-        return torch.from_numpy(array).to(logits.device)
+        return sent(torch.from_numpy(array), logits.device)
 
     sampling = [sequences[j].sampling for j in rows]
     r = column([s.repetition_penalty for s in sampling])
     f = column([s.frequency_penalty for s in sampling])
     p = column([s.presence_penalty for s in sampling])
-    n = torch.from_numpy(np.concatenate([x.counts for x in seen])).to(logits.device)
+    n = sent(torch.from_numpy(np.concatenate([x.counts for x in seen])), logits.device)
     values = logits[at]
     values = torch.where(values > 0, values / r, values * r)
     logits[at] = ((values - f * n) - p * (n > 0)).clamp_(max=MOST)
@@ -172,7 +188,8 @@ def _places(logits: Tensor, rows: Seq[int], ids: Seq[NDArray[np.int64]]) -> tupl
     """Index of logits: ids[i] of row rows[i]."""
     lengths = [len(x) for x in ids]
     row = torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths))
-    return row.to(logits.device), torch.from_numpy(np.concatenate(ids)).to(logits.device)
+    places = torch.from_numpy(np.concatenate(ids))
+    return sent(row, logits.device), sent(places, logits.device)
 
 
 def _is_penalised(sequence: Row) -> bool:

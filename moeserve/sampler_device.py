@@ -1,10 +1,10 @@
 """The sampler's choice where the logits are on a GPU: the same order of operations as sampler.py,
-the same numbers for the same seed and position, and the host waits once, for the tokens.
+the same numbers for the same seed and position. The host waits once, for all that it asks: tokens,
+log-probabilities, probabilities; or later (`Choice`).
 
 What rows draw with goes over in one copy. Temperature, top-k, top-p, min-p and the draw are one
-chain of kernels (models/deepseek/kernels/gpu/sampling.py); editing and log-probabilities are
-sampler.py's own. Tokens are those of a CPU where the probabilities agree: softmax rounds otherwise
-in its last bits.
+chain of kernels (models/deepseek/kernels/gpu/sampling.py); editing is sampler.py's own. Tokens are
+those of a CPU where the probabilities agree: softmax rounds otherwise in its last bits.
 
 Shape letters: O rows, V vocabulary.
 """
@@ -13,84 +13,148 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from models.crossing import brought, sent
 from models.deepseek.kernels.gpu.row_peaks import argmax
-from models.deepseek.kernels.gpu.sampling import Cuts
+from models.deepseek.kernels.gpu.sampling import Cuts, Tokens
 from models.deepseek.kernels.gpu.sampling import sample as sample_rows
-from moeserve.logprobs import token_logprobs
+from moeserve.draw import Floats
+from moeserve.logprobs_device import AskedLogprobs, ask_logprobs, told_logprobs
+from moeserve.request import TokenLogprob
+from moeserve.row_draws import RowDraws, draws_of
 from moeserve.sampler import Row, Sampled, edit_logits
 from moeserve.sequence import SamplingNeeds
 
 
-def sample_on_device(
-    logits: Tensor, sequences: Seq[Row], softmax_of: Collection[int] = frozenset()
-) -> Sampled:
-    """sampler.sample for logits [O, V] fp32 on a GPU, which may be changed in place."""
+@dataclass
+class Choice:
+    """What rows chose, on the device: `tensors`, once they are on the host, are what `sampled`
+    tells. tokens [O] int64."""
+
+    tokens: Tensor
+    _sequences: Seq[Row]
+    _marks: Tensor  # [3, O] int64: tokens, whether a row has none, whether it is the model's fault
+    _asking: Seq[int]  # rows with log-probabilities
+    _asked: AskedLogprobs | None
+    _softmax_of: Seq[int]
+    _softmax: Tensor | None  # [its rows, V]
+    _raw_of: Seq[int]
+    _raw: Tensor | None  # [its rows, V]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [self._marks]
+        if self._asked is not None:
+            found += self._asked.tensors
+        return found + [x for x in (self._softmax, self._raw) if x is not None]
+
+    def sampled(self, host: Seq[Tensor]) -> Sampled:
+        """host: the tensors, brought over."""
+        rest = list(host[1:])
+        tokens, barred, broken = host[0].tolist()
+        failed = {}
+        for j, (no_token, not_finite) in enumerate(zip(barred, broken, strict=True)):
+            if not_finite:
+                failed[j] = "the model's logits are not finite"
+            elif no_token:
+                failed[j] = "logit_bias and min_tokens leave no token"
+        logprobs: dict[int, TokenLogprob] = {}
+        if self._asked is not None:
+            of, rest = rest[:4], rest[4:]
+            chosen = [tokens[j] for j in self._asking]
+            tops = [self._sequences[j].sampling.logprobs or 0 for j in self._asking]
+            logprobs = dict(zip(self._asking, told_logprobs(of, chosen, tops), strict=True))
+        softmax: dict[int, Floats] = {}
+        if self._softmax is not None:
+            softmax = dict(zip(self._softmax_of, rest.pop(0).numpy(), strict=True))
+        raw = dict(zip(self._raw_of, rest.pop(0), strict=True)) if self._raw is not None else {}
+        return Sampled(tokens, logprobs, failed, softmax, raw)
+
+
+def choose(
+    logits: Tensor,
+    sequences: Seq[Row],
+    softmax_of: Collection[int] = frozenset(),
+    raw_of: Collection[int] = frozenset(),
+) -> Choice:
+    """sampler.sample for logits [O, V] fp32 on a GPU, which may be changed in place; the host waits
+    for nothing."""
+    device = logits.device
     needs = 0
     for sequence in sequences:
         needs |= sequence.needs
-    raw: Tensor | None = None
-    asking: list[int] = []
-    if needs & SamplingNeeds.LOGPROBS:
-        asking = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.LOGPROBS]
-        raw = logits[asking]
+    edited = bool(needs & SamplingNeeds.EDITED)
+    asking = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.LOGPROBS]
+    asked_rows = _rows_of(asking, len(sequences), device)
+    before: Tensor | None = None
+    if asking:
+        before = logits if asked_rows is None else logits.index_select(0, asked_rows)
+        before = before.clone() if edited and asked_rows is None else before
+    raw_rows = sorted(raw_of)
+    raw = logits.index_select(0, _places(raw_rows, device)) if raw_rows else None
     unsound: Tensor | None = None
-    if needs & SamplingNeeds.EDITED:
+    if edited:
         unsound = argmax(logits)[1]  # before: what the edits would hide is the model's fault
         edit_logits(logits, sequences)
-    cuts = cuts_of(sequences, logits.device) if needs & SamplingNeeds.RANDOM else None
-    chosen = sample_rows(logits, cuts)
+    draws = draws_of(sequences, device) if needs & SamplingNeeds.RANDOM else None
+    chosen = draw_tokens(logits, draws)
+    lost = chosen.failed if unsound is None else unsound | chosen.failed
     marks = chosen.failed if unsound is None else unsound
-    told = torch.stack((chosen.tokens, chosen.failed.long(), marks.long())).cpu()
-    tokens, barred, broken = told.tolist()
-    failed = {}
-    for j, (no_token, not_finite) in enumerate(zip(barred, broken, strict=True)):
-        if not_finite:
-            failed[j] = "the model's logits are not finite"
-        elif no_token:
-            failed[j] = "logit_bias and min_tokens leave no token"
-    softmax = {}
-    if chosen.probs is not None:
-        wanted = [j for j in softmax_of if sequences[j].needs & SamplingNeeds.RANDOM]
-        if wanted:
-            rows = chosen.probs[wanted].cpu().numpy()
-            softmax = dict(zip(wanted, rows, strict=True))
-    if raw is None:
-        return Sampled(tokens, {}, failed, softmax)
-    lost = [row for row, j in enumerate(asking) if j in failed]
-    if lost:
-        raw[lost] = 0.0
-    tops = [sequences[j].sampling.logprobs or 0 for j in asking]
-    entries = token_logprobs(raw, [tokens[j] for j in asking], tops)
-    return Sampled(tokens, dict(zip(asking, entries, strict=True)), failed, softmax)
+    asked: AskedLogprobs | None = None
+    if before is not None:
+        tokens = chosen.tokens
+        if asked_rows is not None:
+            tokens, lost = tokens[asked_rows], lost[asked_rows]
+        before = torch.where(lost[:, None], 0.0, before)
+        asked = ask_logprobs(before, tokens, max(s.sampling.logprobs or 0 for s in sequences))
+    softmax: Tensor | None = None
+    wanted = [j for j in sorted(softmax_of) if sequences[j].needs & SamplingNeeds.RANDOM]
+    if chosen.probs is not None and wanted:
+        softmax = chosen.probs.index_select(0, _places(wanted, device))
+    return Choice(
+        chosen.tokens, sequences,
+        torch.stack((chosen.tokens, chosen.failed.long(), marks.long())),
+        asking, asked, wanted, softmax, raw_rows, raw,
+    )  # fmt: skip
 
 
-def cuts_of(sequences: Seq[Row], device: torch.device) -> Cuts:
-    """What rows draw with, on the device, by one copy from pinned memory. Greedy rows have a
-    temperature of 0 there."""
-    n = len(sequences)
-    room = np.empty(36 * n, np.uint8)
-    eight, four = room[: 24 * n].view(np.int64), room[24 * n :].view(np.int32)
-    random = [bool(s.needs & SamplingNeeds.RANDOM) for s in sequences]
-    eight[:n].view(np.uint64)[:] = [s.seed for s in sequences]
-    eight[n : 2 * n] = [s.num_output_tokens for s in sequences]
-    eight[2 * n :].view(np.float64)[:] = [s.sampling.top_p for s in sequences]
-    heats = [s.temperature if hot else 0.0 for s, hot in zip(sequences, random, strict=True)]
-    four[:n].view(np.float32)[:] = heats
-    four[n : 2 * n].view(np.float32)[:] = [s.sampling.min_p for s in sequences]
-    four[2 * n :] = [s.sampling.top_k for s in sequences]
-    host = torch.from_numpy(room)
-    there = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-    long, short = there[: 24 * n].view(torch.int64), there[24 * n :].view(torch.int32)
-    return Cuts(
-        temperature=short[:n].view(torch.float32),
-        top_k=short[2 * n :],
-        top_p=long[2 * n :].view(torch.float64),
-        min_p=short[n : 2 * n].view(torch.float32),
-        seeds=long[:n],
-        positions=long[n : 2 * n],
-    )
+def _rows_of(rows: list[int], count: int, device: torch.device) -> Tensor | None:
+    """On the device; None: all of them."""
+    return None if not rows or len(rows) == count else _places(rows, device)
+
+
+def _places(rows: list[int], device: torch.device) -> Tensor:
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def sample_on_device(
+    logits: Tensor,
+    sequences: Seq[Row],
+    softmax_of: Collection[int] = frozenset(),
+    raw_of: Collection[int] = frozenset(),
+) -> Sampled:
+    """sampler.sample, waited for."""
+    return sample_beside(logits, sequences, softmax_of, raw_of)[0]
+
+
+def sample_beside(
+    logits: Tensor,
+    sequences: Seq[Row],
+    softmax_of: Collection[int] = frozenset(),
+    raw_of: Collection[int] = frozenset(),
+    beside: Seq[Tensor] = (),
+) -> tuple[Sampled, list[Tensor]]:
+    """The same; and tensors that are brought over in the same copy."""
+    choice = choose(logits, sequences, softmax_of, raw_of)
+    host = brought([*choice.tensors, *beside])
+    num = len(host) - len(beside)
+    return choice.sampled(host[:num]), host[num:]
+
+
+def draw_tokens(logits: Tensor, draws: RowDraws | None) -> Tokens:
+    """logits [O, V] fp32, edited already. draws None: all rows are greedy."""
+    return sample_rows(logits, None if draws is None else Cuts(**vars(draws)))

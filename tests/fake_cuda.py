@@ -1,7 +1,9 @@
 """A CUDA device that is not there: torch's fake tensors on it, kernels written down, not launched.
 
 Shared by the tests that walk the GPU path, which import it by name. Whatever would make the host
-wait for the device is counted (`item`, `tolist`, `bool`, `cpu`) or refused (`nonzero`).
+wait for the device is counted or refused (`nonzero`): asking for values (`item`, `tolist`, `bool`,
+`cpu`), and sending some in a way that waits for what was launched before (not from pinned memory,
+or not told that nobody waits; an index that lies on the host or in a list).
 """
 
 from __future__ import annotations
@@ -44,6 +46,15 @@ class FakeCuda:
     launches: list[Launch]
     mode: FakeTensorMode
     waits: list[str] = dataclasses.field(default_factory=list)
+    pinned: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by address, kept alive
+
+    def pin(self, x: Tensor) -> Tensor:
+        made = x.clone() if x.numel() else x
+        self.pinned[made.untyped_storage().data_ptr()] = made
+        return made
+
+    def is_pinned(self, x: Tensor) -> bool:
+        return not x.numel() or x.untyped_storage().data_ptr() in self.pinned
 
 
 @contextmanager
@@ -82,7 +93,7 @@ class _OnDevice(TorchFunctionMode):
         to_cuda = any(isinstance(x, torch.device) and x.type == "cuda" for x in flat)
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
-            return args[0]
+            return self.fake.pin(args[0])
         if owner is None and not to_cuda:
             return func(*args, **kwargs)
         if name in _ASKS and owner is not None and owner.device.type == "cuda":
@@ -91,6 +102,8 @@ class _OnDevice(TorchFunctionMode):
             return self._copy(*args[:2], kwargs.get("non_blocking", False))
         if to_cuda and name in ("to", "tensor", "as_tensor"):
             return self._send(name, args, kwargs)
+        if name in ("__getitem__", "__setitem__") and (waits := _sent_index(args[1:])):
+            self.fake.waits += [f"{name} {_caller()}"] * waits
         with self.fake.mode:
             if name == "__get__":  # attributes
                 return func(*args, **kwargs)
@@ -113,13 +126,17 @@ class _OnDevice(TorchFunctionMode):
         if isinstance(x, FakeTensor) and dtype in (None, x.dtype):
             return x
         shape, kind = tuple(x.shape), dtype or x.dtype
+        lets_go = kwargs.get("non_blocking", False) and self.fake.is_pinned(x)
+        if not isinstance(x, FakeTensor) and not lets_go:
+            self.fake.waits.append(f"{name} {_caller()}")
         with self.fake.mode:
             return torch.empty(shape, dtype=kind, device=CUDA)
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         """Between devices: a guard of CUDA would be asked for."""
         assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
-        if not isinstance(target, FakeTensor) and not non_blocking:
+        crosses = isinstance(target, FakeTensor) is not isinstance(source, FakeTensor)
+        if crosses and not non_blocking:
             self.fake.waits.append(f"copy_ {_caller()}")
         return target
 
@@ -131,6 +148,16 @@ class _OnDevice(TorchFunctionMode):
         if name in ("cpu", "to"):
             return zeros
         return {"tolist": zeros.tolist, "numpy": zeros.numpy}.get(name, zeros.item)()
+
+
+def _sent_index(parts: Any) -> int:
+    """How many parts of an index, and values put there, lie on the host and must be sent."""
+    return sum(
+        isinstance(x, list)
+        or (isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.dim() > 0)
+        for part in parts
+        for x in (part if isinstance(part, tuple) else (part,))
+    )
 
 
 def _flat(values: Any) -> Iterator[Any]:

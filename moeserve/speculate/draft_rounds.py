@@ -8,19 +8,30 @@ Shape letters: T rows, S sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from models.crossing import sent_all
 from models.interface import ForwardBatch
 from moeserve.continuation import Continuation
 from moeserve.draw import Doubles
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
+
+_TENSORS = (
+    "token_ids",
+    "positions",
+    "slot_mapping",
+    "query_start",
+    "context_len",
+    "block_tables",
+    "logits_rows",
+)
 
 
 @dataclass
@@ -72,21 +83,30 @@ class RoundRows:
             row[: len(given)] = given
         last = [end - 1 for end, wanted in zip(starts[1:], self.wanted, strict=True) if wanted]
 
-        def tensor(array: NDArray[np.generic]) -> Tensor:
-            made = torch.from_numpy(array)
-            return made if device.type == "cpu" else made.to(device, non_blocking=True)
-
-        return ForwardBatch(
-            token_ids=tensor(np.array([t for x in self.tokens for t in x], np.int64)),
-            positions=tensor(np.array(positions, np.int64)),
-            slot_mapping=tensor(np.array(slots, np.int64)),
-            query_start=tensor(np.array(starts, np.int32)),
-            context_len=tensor(np.array(context, np.int32)),
-            block_tables=tensor(tables),
-            logits_rows=tensor(np.array(last, np.int64)),
+        made = ForwardBatch(
+            token_ids=torch.from_numpy(np.array([t for x in self.tokens for t in x], np.int64)),
+            positions=torch.from_numpy(np.array(positions, np.int64)),
+            slot_mapping=torch.from_numpy(np.array(slots, np.int64)),
+            query_start=torch.from_numpy(np.array(starts, np.int32)),
+            context_len=torch.from_numpy(np.array(context, np.int32)),
+            block_tables=torch.from_numpy(tables),
+            logits_rows=torch.from_numpy(np.array(last, np.int64)),
             max_query_len=max(counts, default=0),
             max_context_len=longest,
+            total_context=sum(positions) + len(positions),
         )
+        return made if device.type == "cpu" else there(made, sent_all(tensors_of(made), device))
+
+
+def tensors_of(batch: ForwardBatch) -> list[Tensor]:
+    """Of one without trees, in the order that `there` wants."""
+    return [getattr(batch, name) for name in _TENSORS]
+
+
+def there(batch: ForwardBatch, tensors: Seq[Tensor]) -> ForwardBatch:
+    """A batch that the host made, with its tensors as they are on a device."""
+    sent: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
+    return replace(batch, **sent, host=batch)
 
 
 class Chains:

@@ -8,7 +8,8 @@ norm and the token just drafted. Those rows write behind the sequence's end; the
 overwrite them, so nothing needs to be undone.
 
 Collective: the layer is an MoE layer. A step of depth d is d rounds on every rank, of no rows where
-a rank has none. What fails on one rank alone ends its drafts, not its rounds (`failure`).
+a rank has none. What fails on one rank alone ends its drafts, not its rounds (`failure`). On a GPU
+the host waits for all rounds together (`rounds_ahead`).
 
 A pause (steps of depth 0) leaves positions without latents. Hidden states of the last HELD of them
 may have been kept (`hold`): they are caught up with in round 0. Where that does not reach back to
@@ -33,13 +34,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from models.crossing import sent
 from models.interface import ForwardBatch, ForwardOutput, PagedKVCache
 from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
-from moeserve.speculate.tree import DraftTree
+from moeserve.speculate.rounds_ahead import Pick, RoundsAhead, pick_on_device, wants_host
+from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
+from moeserve.terminal import say
 
 
 def most_within(num_tokens: int, num_positions: int) -> int:
@@ -87,8 +91,14 @@ class MtpDrafter:
         max_depth: int = 8,
         rule: Rule = Rule.SAME,
         begin_round: Callable[[int, int], None] = _unheard,
+        pick: Pick | None = None,
     ) -> None:
+        """pick: chooses tokens where the layer runs; None: on a GPU its kernels do, elsewhere the
+        host does, round by round."""
         self._begin_round = begin_round
+        on_gpu = cache.layers[layer].device.type == "cuda"
+        self._pick = pick_on_device if pick is None and on_gpu else pick
+        self._said: set[str] = set()
         self._model, self._cache, self._rule = model, cache, rule
         self._pages = cache.layers[layer]
         self._no_rows = self._pages.new_zeros(0, hidden_size)
@@ -104,8 +114,10 @@ class MtpDrafter:
         """See Drafter: chains. max_tokens: whoever hears of rounds has told the dispatcher."""
         depth = min(depth, self.max_depth)
         self.failure = None
-        chains = Chains(asks, self._rule)
         rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
+        if self._picks_there(asks):
+            return self._propose_ahead(asks, rows, hidden, depth)
+        chains = Chains(asks, self._rule)
         for number in range(depth):
             batch = rows.batch(self._cache.block_size, self._pages.device)
             self._begin_round(number, batch.num_tokens)
@@ -119,7 +131,8 @@ class MtpDrafter:
                 break
             going = rows.going
             if len(keep) < batch.num_tokens:
-                hidden = out.hidden[batch.logits_rows[keep]]
+                kept = sent(torch.tensor(keep, dtype=torch.int64), self._pages.device)
+                hidden = out.hidden[batch.logits_rows[kept]]
             else:
                 hidden = out.hidden
             going, rows = [going[place] for place in keep], RoundRows()
@@ -127,6 +140,43 @@ class MtpDrafter:
                 end = self._known[asks[i].sequence.request_id].end
                 self._add(rows, i, asks[i], end + number, chains.tokens[i][-1:], True)
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
+
+    def _picks_there(self, asks: Seq[DraftAsk]) -> bool:
+        """Whether this step's drafts are chosen on the device."""
+        if self._pick is None:
+            return False
+        why = wants_host(asks, self._rule)
+        if why is not None and why not in self._said:
+            self._said.add(why)
+            say(
+                f"speculate: drafts are chosen on the host, which waits for each round, in steps "
+                f"with a request that has {why}"
+            )
+        return why is None
+
+    def _propose_ahead(
+        self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int
+    ) -> list[DraftTree]:
+        """All rounds without waiting for one."""
+        assert self._pick is not None
+        size, device = self._cache.block_size, self._pages.device
+        rounds = RoundsAhead(rows, asks, depth, size, device, self._pick)
+        for number in range(depth):
+            batch = rounds.batch(number)
+            self._begin_round(number, batch.num_tokens)
+            out = self._model.draft(batch, hidden, batch.token_ids, self._cache)
+            try:
+                rounds.pick(number, out.logits)
+            except Exception as error:  # peers are in the next round: so must this rank be
+                self.failure = one_line(error)
+                rounds.stop()
+            hidden = rounds.carried(number, out.hidden)
+        if self.failure is None:
+            try:
+                return [chain(tokens) for tokens in rounds.chains()]
+            except Exception as error:  # no peer waits for it
+                self.failure = one_line(error)
+        return [DraftTree()] * len(asks)
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Nothing to undo: rows of drafts are behind the end."""

@@ -22,9 +22,10 @@ Shape letters: O rows (those of all sequences, one after the other), V vocabular
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -67,8 +68,25 @@ def rows_of(sequence: Sequence, tree: DraftTree) -> list[Continuation]:
     return [Continuation(sequence, path) for path in tree.paths]
 
 
+class Sample(Protocol):
+    """`sampler.sample`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        sequences: Seq[sampler.Row],
+        softmax_of: Collection[int],
+        raw_of: Collection[int],
+        /,
+    ) -> sampler.Sampled: ...
+
+
 def verify(
-    logits: Tensor, sequences: Seq[Sequence], trees: Seq[DraftTree], rule: Rule = Rule.SAME
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    trees: Seq[DraftTree],
+    rule: Rule = Rule.SAME,
+    sample: Sample = sampler.sample,
 ) -> list[Verdict]:
     """logits [O, V] fp32: the rows of trees[0], then those of trees[1], ...; changed in place. A
     sequence without drafts has one row: then this is `sampler.sample`."""
@@ -81,10 +99,10 @@ def verify(
             by_chance |= {len(rows) + row for row in tree.probs if tree.children[row]}
         rows += rows_of(sequence, tree)
     assert len(rows) == logits.shape[0], "logits of other rows than the trees have"
-    raw = {j: logits[j].clone() for j in by_chance if rows[j].needs & SamplingNeeds.LOGPROBS}
-    chosen = sampler.sample(logits, rows, by_chance)
+    raw_of = {j for j in by_chance if rows[j].needs & SamplingNeeds.LOGPROBS}
+    chosen = sample(logits, rows, by_chance, raw_of)
     return [
-        _walk(tree, rows[start : start + tree.num_rows], chosen, start, raw)
+        _walk(tree, rows[start : start + tree.num_rows], chosen, start)
         for tree, start in zip(trees, starts, strict=True)
     ]
 
@@ -94,9 +112,8 @@ def _walk(
     rows: Seq[Continuation],
     chosen: sampler.Sampled,
     start: int,
-    raw: Mapping[int, Tensor],
 ) -> Verdict:
-    """From the root as deep as drafts are accepted. raw: logits [V] of rows whose token is another
+    """From the root as deep as drafts are accepted. Rows with raw logits may take another token
     than the sampler's."""
     tokens: list[int] = []
     nodes: list[int] = []
@@ -116,9 +133,9 @@ def _walk(
         else:
             p = kept(softmax, rows[row].sampling)
             node, token = reject(tree, row, p, rows[row].seed, rows[row].num_output_tokens)
-        if start + row in raw:
+        if start + row in chosen.raw:
             top = rows[row].sampling.logprobs or 0
-            logprobs += token_logprobs(raw[start + row][None], [token], [top])
+            logprobs += token_logprobs(chosen.raw[start + row][None], [token], [top])
         elif start + row in chosen.logprobs:
             logprobs.append(chosen.logprobs[start + row])
         tokens.append(token)

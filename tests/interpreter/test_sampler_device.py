@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from moeserve.request import Request, SamplingParams
+from moeserve.row_draws import draws_of
 from moeserve.sampler import sample
-from moeserve.sampler_device import cuts_of, sample_on_device
+from moeserve.sampler_device import sample_on_device
 from moeserve.sequence import Sequence
 
 VOCAB = 300
@@ -81,9 +82,9 @@ def test_rows_that_fail_fail_alone() -> None:
             assert got.logprobs.get(j) == want.logprobs.get(j)
 
 
-def test_cuts_of_one_copy() -> None:
+def test_draws_of_one_copy() -> None:
     rows, _ = rows_and_logits(MENU)
-    cuts = cuts_of(rows, torch.device("cpu"))
+    cuts = draws_of(rows, torch.device("cpu"))
     for j, row in enumerate(rows):
         hot = row.temperature >= 1e-5 and row.sampling.top_k != 1
         assert float(cuts.temperature[j]) == np.float32(row.temperature if hot else 0.0)

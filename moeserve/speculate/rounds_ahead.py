@@ -1,0 +1,211 @@
+"""Rounds of drafting on a device, all asked for before any of their tokens is known on the host.
+
+Where each round's rows lie is known beforehand; a row's token is the one that the round before
+chose for it, which stays on the device. So one copy goes over before the first round and one comes
+back behind the last. Drafts behind a token that ends the output, or behind a row without a token,
+are computed in vain and cut afterwards: what is left is what rounds on the host give.
+
+What wants earlier drafts on the host (`wants_host`) goes round by round as ever.
+
+Knows: rows of rounds, what draws are made of. Knows nothing of which model runs the rows.
+
+Shape letters: S sequences that draft, in order of how many drafts they may have, the most first; so
+those of each round are the first k. R rounds with rows, W blocks of a table, V vocabulary, D
+hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.crossing import brought, sent_all
+from models.interface import ForwardBatch
+from moeserve.row_draws import RowDraws, draw_parts
+from moeserve.sequence import SamplingNeeds
+from moeserve.speculate.draft_rounds import RoundRows, tensors_of, there
+from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.verify import Rule
+
+# logits [k, V], what its rows draw with (None: all are greedy) -> tokens [k] int64, whether a row
+# has none [k] bool: all on the logits' device, nothing waited for
+Pick = Callable[[Tensor, RowDraws | None], tuple[Tensor, Tensor]]
+
+
+def pick_on_device(logits: Tensor, draws: RowDraws | None) -> tuple[Tensor, Tensor]:
+    from moeserve.sampler_device import draw_tokens  # has kernels
+
+    chosen = draw_tokens(logits, draws)
+    return chosen.tokens, chosen.failed
+
+
+def wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
+    """Why a round's tokens must be chosen on the host; None: they need not."""
+    for ask in asks:
+        needs = ask.sequence.needs if ask.most > 0 else 0
+        if needs & SamplingNeeds.EDITED:
+            return "penalties, biases, min_tokens or a limit on thinking"
+        if rule is Rule.REJECTION and needs & SamplingNeeds.RANDOM:
+            return "a temperature, and rule rejection"
+    return None
+
+
+class RoundsAhead:
+    """The rounds of a step. `batch` and `pick` of round 0, then of round 1, ...; then `chains`."""
+
+    def __init__(
+        self,
+        rows: RoundRows,
+        asks: Seq[DraftAsk],
+        depth: int,
+        size: int,
+        device: torch.device,
+        pick: Pick = pick_on_device,
+    ) -> None:
+        """rows: of round 0. size: of a block."""
+        self._pick, self._given = pick, asks
+        most = {i: min(asks[i].most, depth) for i in rows.asks}
+        wanted = [place for place, wants in enumerate(rows.wanted) if wants]
+        wanted.sort(key=lambda place: -most[rows.asks[place]])
+        self._asks = [rows.asks[place] for place in wanted]
+        self._most = [most[i] for i in self._asks]
+        self._counts = [sum(m > number for m in self._most) for number in range(depth)]
+        self._unknown = torch.full((len(wanted),), -1)  # what the host knows of later tokens
+        self._tokens: list[Tensor] = []
+        self._failed: list[Tensor] = []
+        first = rows.batch(size, torch.device("cpu"))
+        ends = first.query_start[1:].long()
+        first = replace(first, logits_rows=ends[wanted] - 1)
+        behind = _behind(
+            [rows.firsts[place] + len(rows.tokens[place]) for place in wanted],
+            [rows.blocks[place] for place in wanted],
+            self._most,
+            size,
+        )
+        sequences = [asks[i].sequence for i in self._asks]
+        out = torch.tensor([s.num_output_tokens for s in sequences], dtype=torch.int64)
+        outs = out + torch.arange(len(behind.positions) + 1)[:, None]
+        is_random = any(s.needs & SamplingNeeds.RANDOM for s in sequences)
+        draws = draw_parts(sequences) if is_random else []
+        parts = [tensors_of(first), behind.tensors, [outs], draws]
+        sent = iter(sent_all([x for part in parts for x in part], device))
+        of_first, of_behind, (self._outs,), draws = ([next(sent) for _ in part] for part in parts)
+        self._first = first if device.type == "cpu" else there(first, of_first)
+        self._behind, self._there = behind, _Behind(*of_behind)
+        self._draws = RowDraws.of(draws, self._outs[0]) if is_random else None
+
+    def batch(self, number: int) -> ForwardBatch:
+        """Of round `number`: no rows make one of T = S = 0."""
+        if number == 0:
+            return self._first
+        k = self._counts[number]
+        at = number - 1 if k else 0
+        host = self._behind.batch(at, k, self._unknown[:k])
+        tokens = self._tokens[-1][:k] if k else self._first.token_ids[:0]
+        made = self._there.batch(at, k, tokens)
+        positions = self._behind.positions[at, :k].tolist() if k else []
+        return replace(
+            made,
+            max_query_len=min(k, 1),
+            max_context_len=max(positions, default=-1) + 1,
+            total_context=sum(positions) + k,
+            host=None if made.positions.device.type == "cpu" else host,
+        )
+
+    def pick(self, number: int, logits: Tensor) -> None:
+        """logits [k, V] of round `number`, whose tokens are chosen."""
+        k = self._counts[number]
+        if not k:
+            return
+        draws = self._draws
+        if draws is not None:
+            draws = draws.first(k, self._outs[number, :k])
+        tokens, failed = self._pick(logits, draws)
+        self._tokens.append(tokens)
+        self._failed.append(failed)
+
+    def carried(self, number: int, hidden: Tensor) -> Tensor:
+        """hidden [T, D] of round `number` -> [k, D] of the next one's rows."""
+        k = self._counts[number + 1] if number + 1 < len(self._counts) else 0
+        if number == 0:
+            return hidden.index_select(0, self._first.logits_rows[:k])
+        return hidden[:k]
+
+    def stop(self) -> None:
+        """No rows follow: a round's tokens could not be chosen on this rank alone."""
+        self._counts = [0] * len(self._counts)
+
+    def chains(self) -> list[list[int]]:
+        """Of each ask: what it drafted. The one time that the host waits."""
+        found: list[list[int]] = [[] for _ in self._given]
+        host = [x.tolist() for x in brought([*self._tokens, *self._failed])]
+        rounds = len(self._tokens)
+        going = list(range(len(self._asks)))
+        for tokens, failed in zip(host[:rounds], host[rounds:], strict=True):
+            for row in [row for row in going if row < len(tokens)]:
+                ask = self._asks[row]
+                if not failed[row]:
+                    found[ask].append(tokens[row])
+                if failed[row] or tokens[row] in self._given[ask].sequence.stop_ids:
+                    going.remove(row)
+        return found
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """Of the rounds from 1 on, a row a sequence: positions, slots [R - 1, S] int64, contexts
+    [R - 1, S] int32, tables [S, W] int32, starts [S + 1] int32, numbers [S] int64. What a round
+    says of sequences that have no row in it means nothing."""
+
+    positions: Tensor
+    slots: Tensor
+    contexts: Tensor
+    tables: Tensor
+    starts: Tensor
+    numbers: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [
+            self.positions, self.slots, self.contexts, self.tables, self.starts, self.numbers
+        ]  # fmt: skip
+
+    def batch(self, at: int, k: int, tokens: Tensor) -> ForwardBatch:
+        """Of round at + 1, with k rows; its lengths are for whoever asks to fill in."""
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=self.positions[at, :k] if k else self.numbers[:0],
+            slot_mapping=self.slots[at, :k] if k else self.numbers[:0],
+            query_start=self.starts[: k + 1],
+            context_len=self.contexts[at, :k] if k else self.starts[:0],
+            block_tables=self.tables[:k],
+            logits_rows=self.numbers[:k],
+            max_query_len=0,
+            max_context_len=0,
+        )
+
+
+def _behind(begins: Seq[int], blocks: Seq[list[int]], most: Seq[int], size: int) -> _Behind:
+    """begins: each sequence's position in round 1; most: its drafts."""
+    num, rounds = len(begins), max(max(most, default=0) - 1, 0)
+    positions = np.arange(rounds)[:, None] + np.array(begins, np.int64)[None, :]
+    width = max((-(-(b + m - 1) // size) for b, m in zip(begins, most, strict=True)), default=0)
+    tables = np.full((num, width), -1, np.int32)
+    for row, ids in zip(tables, blocks, strict=True):
+        given = ids[:width]
+        row[: len(given)] = given
+    slots = np.zeros((rounds, num), np.int64)
+    if rounds and num:
+        places = np.minimum(positions // size, width - 1)
+        slots[:] = tables[np.arange(num)[None, :], places]
+        slots = slots * size + positions % size
+    return _Behind(
+        torch.from_numpy(positions), torch.from_numpy(slots),
+        torch.from_numpy((positions + 1).astype(np.int32)), torch.from_numpy(tables),
+        torch.arange(num + 1, dtype=torch.int32), torch.arange(num),
+    )  # fmt: skip
