@@ -163,8 +163,8 @@ class Received:
     (`deepep_v2`: by source rank alone).
     EXPANDED: x [N, D], a row for each (token, slot), grouped by slot; slots, weights [N, 1]. The
     segments of slots lie one behind the other or, where they are aligned, begin at starts [e]
-    int64; then slots are -1 in the rows between and behind them, which nobody may read, and what
-    the experts hand back is y [N, D], each row where its x lies.
+    int64, multiples of `alignment`; then slots are -1 in the rows between and behind them, which
+    nobody may read, and what the experts hand back is y [N, D], each row where its x lies.
     MASKED: x [e, M, D]; only the first counts[s] rows of slot s may be read.
     Rows in e4m3 have `scales`, and scale_format says what these are.
     """
@@ -177,6 +177,7 @@ class Received:
     scales: Tensor | None = None
     scale_format: ScaleFormat = ScaleFormat.NONE
     starts: Tensor | None = None
+    alignment: int = 1
 
 
 class Handle(Protocol):

@@ -267,7 +267,7 @@ class ElasticDispatcher(Dispatcher):
         form = flight.scale_format
         form = _COLUMNS.get(form, form) if self._columns else form
         if self.expand:
-            received = expanded(x, scales, form, weights, ticket)
+            received = expanded(x, scales, form, weights, ticket, self.alignment)
         else:
             total = None if self.cpu_sync else ticket.psum_num_recv_tokens_per_scaleup_rank[-1]
             received = routed(x, scales, form, picks, weights, total, self.num_local_experts)

@@ -38,9 +38,15 @@ def routed(
 
 
 def expanded(
-    x: Tensor, scales: Tensor | None, form: ScaleFormat, weights: Tensor, ticket: Any
+    x: Tensor,
+    scales: Tensor | None,
+    form: ScaleFormat,
+    weights: Tensor,
+    ticket: Any,
+    alignment: int,
 ) -> Received:
-    """weights [N]; the ticket says where each slot's rows end and how many they are."""
+    """weights [N]; alignment: at whose multiples segments begin; the ticket says where each slot's
+    rows end and how many they are."""
     counts = ticket.num_unaligned_recv_tokens_per_expert.to(torch.int64)
     starts = ticket.psum_num_recv_tokens_per_expert.to(torch.int64) - counts
     rows = torch.arange(x.shape[0], device=x.device)
@@ -48,4 +54,4 @@ def expanded(
     valid = rows - starts[slot] < counts[slot]
     slots = torch.where(valid, slot, -1).to(torch.int32)[:, None]
     shares = torch.where(valid, weights, 0.0)[:, None]
-    return Received(Layout.EXPANDED, x, slots, shares, counts, scales, form, starts)
+    return Received(Layout.EXPANDED, x, slots, shares, counts, scales, form, starts, alignment)

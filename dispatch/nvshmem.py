@@ -258,6 +258,7 @@ class SymmetricDispatcher(Dispatcher):
             scales,
             self._row.scale_format,
             starts,
+            self.align,
         )
 
     # -- and back --------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from ep.bundle import Bundle
+
 Socket = zmq.Socket[bytes]
-# (layer, local slot) -> uint8 view of all bytes of the bundle, as they are now
-ReadBundle = Callable[[int, int], Tensor]
+# (layer, local slot) -> the bundle, whose bytes are as they are when they are read
+ReadBundle = Callable[[int, int], Bundle]
 
 PIECE_BYTES = 1 << 20  # of one answer: a rate is kept smoothly, and little memory is in flight
 DIGEST_BYTES = 16
@@ -99,23 +101,23 @@ class BundleSource:
             bundle = self.read(layer, slot)
         except Exception:  # no such slot: the destination says that the size is wrong
             return [self._head(nonce, Said.PIECE, 0), b""]
-        size = bundle.numel()
+        size = bundle.nbytes
         if offset + length > size or length > PIECE_BYTES:
             return [self._head(nonce, Said.PIECE, size), b""]
         digest = self._digest_of((plan, batch, layer, slot), bundle) if offset == 0 else b""
         return [self._head(nonce, Said.PIECE, size, digest), self._payload(bundle, offset, length)]
 
-    def _payload(self, bundle: Tensor, offset: int, length: int) -> Any:
-        """The bytes themselves, not a copy: this slot is not written before the batch is over, and
-        what is sent later than that fails its checksum."""
-        return bundle[offset : offset + length].cpu().numpy().data
+    def _payload(self, bundle: Bundle, offset: int, length: int) -> Any:
+        """The bytes themselves, no copy where they lie in one part: this slot is not written before
+        the batch is over, and what is sent later than that fails its checksum."""
+        return bundle.cut(offset, length).cpu().numpy().data
 
-    def _digest_of(self, key: tuple[int, ...], bundle: Tensor) -> bytes:
+    def _digest_of(self, key: tuple[int, ...], bundle: Bundle) -> bytes:
         """Kept for a batch: copies of a hot expert go to many ranks."""
         if self._digests and next(iter(self._digests))[:2] != key[:2]:
             self._digests.clear()
         if key not in self._digests:
-            self._digests[key] = digest_of(self.secret, bundle.cpu())
+            self._digests[key] = digest_of(self.secret, *(part.cpu() for part in bundle.parts))
         return self._digests[key]
 
     def _head(self, nonce: int, said: Said, size: int, digest: bytes = b"") -> bytes:
@@ -127,6 +129,10 @@ def sign(secret: bytes, text: bytes) -> bytes:
     return blake2b(text, digest_size=DIGEST_BYTES, key=secret, person=b"message").digest()
 
 
-def digest_of(secret: bytes, bundle: Tensor) -> bytes:
-    data: Any = bundle.numpy().data  # hashing releases the GIL
-    return blake2b(data, digest_size=DIGEST_BYTES, key=secret, person=b"bundle").digest()
+def digest_of(secret: bytes, *parts: Tensor) -> bytes:
+    """Of the one run that the parts (uint8, on the host) make."""
+    found = blake2b(digest_size=DIGEST_BYTES, key=secret, person=b"bundle")
+    for part in parts:
+        data: Any = part.numpy().data
+        found.update(data)  # releases the GIL
+    return found.digest()

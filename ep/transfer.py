@@ -287,9 +287,9 @@ class _Fetch:
 
     def _copy(self, item: Wanted) -> None:
         bundle = self._transfer._read(item.layer, item.slot)
-        if bundle.numel() != item.num_bytes:
-            raise TransferError(Trouble.SIZE, _other_size(item, bundle.numel()))
-        self._staging.place(item).copy_(bundle)
+        if bundle.nbytes != item.num_bytes:
+            raise TransferError(Trouble.SIZE, _other_size(item, bundle.nbytes))
+        bundle.copy_to(self._staging.place(item))
 
     def _ask(self, waiting: deque[_Piece]) -> int:
         """Send what may be sent now -> milliseconds until there may be more to send."""

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from torch import Tensor
 
+from ep.bundle import Bundle
 from ep.bundle_source import PIECE_BYTES, BundleSource
 from ep.transfer import Staging, Transfer, TransferLimits, Trouble, Wanted, staging_buffer
 
 SECRET = b"s" * 32
 SIZES = (64, PIECE_BYTES, 2 * PIECE_BYTES + 17)  # bytes of a bundle in each layer
+PARTS = (1, PIECE_BYTES, PIECE_BYTES - 5)  # of a bundle lie in one place
 SLOTS = 3
 QUICK = TransferLimits(batch_seconds=20, silence_seconds=0.3)
 
@@ -33,8 +34,8 @@ class Rank:
         ]
         self.transfer = Transfer(rank, "127.0.0.1", secret, self.read)
 
-    def read(self, layer: int, slot: int) -> Tensor:
-        return self.layers[layer][slot]
+    def read(self, layer: int, slot: int) -> Bundle:
+        return Bundle(*self.layers[layer][slot].split(PARTS[layer]))
 
 
 @contextlib.contextmanager
@@ -70,7 +71,7 @@ def end(staging: Staging) -> Trouble:
 
 def same(staging: Staging, all_ranks: list[Rank]) -> bool:
     return all(
-        torch.equal(staging.bundle(w.name), all_ranks[w.source].read(w.layer, w.slot))
+        torch.equal(staging.bundle(w.name), all_ranks[w.source].read(w.layer, w.slot).cut())
         for w in staging.wanted
     )
 
@@ -140,16 +141,16 @@ def test_a_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch, layer: int, che
         there.transfer.serve(1, 0, [layer])
         payload = BundleSource._payload
 
-        def damaged(self: Any, bundle: Tensor, offset: int, length: int) -> Any:
+        def damaged(self: Any, bundle: Bundle, offset: int, length: int) -> Any:
             data = bytearray(payload(self, bundle, offset, length))
-            if offset + length == len(bundle):
+            if offset + length == bundle.nbytes:
                 data[-1] ^= 1
             return data
 
         monkeypatch.setattr(BundleSource, "_payload", damaged)
         if not checked:
-            monkeypatch.setattr("ep.transfer.digest_of", lambda secret, bundle: b"same")
-            monkeypatch.setattr("ep.bundle_source.digest_of", lambda secret, bundle: b"same")
+            monkeypatch.setattr("ep.transfer.digest_of", lambda secret, *parts: b"same")
+            monkeypatch.setattr("ep.bundle_source.digest_of", lambda secret, *parts: b"same")
         staging = start(here, [want(layer, 1, 0)])
         if checked:
             assert end(staging) is Trouble.CHECKSUM

@@ -15,6 +15,7 @@ import torch
 from thread_ranks import World, thread_world
 from torch import Tensor
 
+from ep.bundle import Bundle
 from ep.group import EPGroup
 from ep.migrate import StagingTooSmall
 from ep.placement import EMPTY, ExpertPlacement
@@ -193,8 +194,8 @@ class Slots:
         self.num_slots = len(experts)
         self.data = torch.tensor(experts).clamp(0).to(torch.uint8)[:, None].repeat(1, size)
 
-    def bundle(self, slot: int) -> Tensor:
-        return self.data[slot]
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(*self.data[slot].split(24))
 
 
 class Model:

@@ -32,7 +32,7 @@ def run_experts(
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
 
-    Kernels that take rows as they lie (`experts_masked`, `experts_in_segments`, `experts_of_codes`)
+    Kernels that take rows as they lie (`experts_masked`, `experts_in_segments`, `experts_routed`)
     get them so: on a device nothing is gathered, no host waits for a count, and e4m3 meets e4m3 as
     it is. Rows that belong to nobody then come back with anything in them.
     """
@@ -107,18 +107,16 @@ def _as_they_lie(
         x = dequantise(r.x, r.scales, r.scale_format, dtype)
         r = replace(r, x=x, scales=None, scale_format=ScaleFormat.NONE)
     if r.layout is Layout.ROUTED:
-        pair_rows, offsets, index = kernels.sort_pairs(r.slots, weights.num_slots)
-        if r.scales is None:
-            y = kernels.experts(r.x, pair_rows, offsets, weights, rows)
-        else:
-            y = kernels.experts_of_codes(r.x, r.scales, pair_rows, offsets, weights, dtype, rows)
+        y, index = kernels.experts_routed(r.x, r.scales, r.slots, weights, dtype, rows)
         if form is CombineForm.PAIRS:
             return y, index
         return kernels.combine_pairs(y, index, r.weights).to(dtype), None
     if r.layout is Layout.MASKED:
         y = kernels.experts_masked(r.x, r.scales, r.counts, weights, dtype, rows)
     else:
-        y = kernels.experts_in_segments(r.x, r.scales, r.starts, r.counts, weights, dtype, rows)
+        y = kernels.experts_in_segments(
+            r.x, r.scales, r.starts, r.counts, weights, dtype, rows, r.alignment
+        )
     if form is not CombineForm.SUMMED:
         return y, None
     return (y.to(torch.float32) * r.weights.view(*y.shape[:-1], 1)).to(y.dtype), None

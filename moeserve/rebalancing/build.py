@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
+from ep.bundle import Bundle
 from ep.group import EPGroup, gather_objects
 from ep.placement import ExpertPlacement
 from ep.planner import PlanOptions, plan
@@ -105,8 +105,8 @@ def open_rebalancer(
         notes.append(f"rebalancing: off, also for operators: {problem}")
         return None
 
-    def read(layer: int, slot: int) -> Tensor:
-        bundle: Tensor = slots[layer].bundle(slot)
+    def read(layer: int, slot: int) -> Bundle:
+        bundle: Bundle = slots[layer].bundle(slot)
         return bundle
 
     secret = gather_objects(group, secrets.token_bytes(32) if group.rank == 0 else None)[0]
@@ -156,7 +156,7 @@ def staging_bytes(
 
 def _bundle_bytes(model: MovableModel) -> list[int]:
     """Of an expert, by placement row."""
-    return [int(x.bundle(0).numel()) if x.num_slots else 0 for x in model.expert_weights()]
+    return [int(x.bundle(0).nbytes) if x.num_slots else 0 for x in model.expert_weights()]
 
 
 def _differing(everyone: list[list[tuple[str, int]]]) -> str:

@@ -356,7 +356,7 @@ class Rebalancer:
         for move in moves.moves_to(self.group.rank, batch):
             bundle = staging.bundle((move.layer, move.expert))
             for slot in move.slots:
-                self._slots[move.layer].bundle(slot % local).copy_(bundle)
+                self._slots[move.layer].bundle(slot % local).copy_from(bundle)
         self.placement, tables = job.result
         self._model.adopt_placement(self.placement, tables)
         self._ledger.switched(moves, batch, time.monotonic() - start)

@@ -24,7 +24,7 @@ import pytest
 from gloo_ranks import ROOT, fork_ranks, run_ranks, script_environment
 
 from ep.bundle_source import BundleSource
-from ep.group import EPGroup
+from ep.group import EPGroup, gather_objects
 from ep.migrate import MigrationPlan
 from ep.peer_loss import is_lost_peer
 from ep.placement import EMPTY, ExpertPlacement
@@ -34,7 +34,6 @@ from models.deepseek.random_families import family_config
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
-from ep.group import gather_objects
 from moeserve.rebalancing.rebalancer import Rebalancer
 from moeserve.request import Request, SamplingParams
 from moeserve.wire_rebalance import Rebalance
@@ -165,7 +164,7 @@ def digests(engine: Engine) -> list[list[str]]:
     """Of each slot of each layer of this rank."""
     return [
         [
-            blake2b(w.bundle(s).numpy().tobytes(), digest_size=8).hexdigest()
+            blake2b(w.bundle(s).cut().numpy().tobytes(), digest_size=8).hexdigest()
             for s in range(w.num_slots)
         ]
         for w in engine.runner.model.expert_weights()  # type: ignore[attr-defined]

@@ -1,8 +1,4 @@
-"""DeepGEMM behind the calls of our FP8 products: choice, arguments, layouts, results.
-
-The library is a stand-in with the signatures of its 2.6, which checks shapes, strides and types as
-it documents them, writes NaN where it writes nothing, and computes in float64.
-"""
+"""DeepGEMM behind the calls of our FP8 products: choice, arguments, layouts, results."""
 
 from __future__ import annotations
 
@@ -14,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from deep_gemm_double import LATER, SIGNATURES, Library
 from torch import Tensor
 
 from dispatch.base import ScaleFormat
 from models.deepseek.kernels.gpu.errors import ShapeRefused
-from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm, fp8_gemm_twin
+from models.deepseek.kernels.gpu.fp8_gemm import fp8_gemm
 from models.deepseek.kernels.gpu.gemm_adapters import (
     AGREES,
     GemmProblem,
@@ -29,113 +26,11 @@ from models.deepseek.kernels.gpu.gemm_adapters import (
 )
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm, owners_of_rows, parameters
-from models.deepseek.kernels.gpu.grouped_gemm import segments
 from models.deepseek.kernels.gpu.quant import quantise
 
 BF16 = torch.bfloat16
 COLUMN = ScaleFormat.F32_COLUMN
 PROBLEM = GemmProblem("dense", 128, 256, 90)
-
-# What the reference names of each function, in order; the double below must have just these.
-SIGNATURES = {
-    "fp8_gemm_nt": ["a", "b", "d", "c"],
-    "m_grouped_fp8_gemm_nt_contiguous": ["a", "b", "d", "grouped_layout", "recipe"],
-    "m_grouped_fp8_gemm_nt_masked": ["a", "b", "d", "masked_m", "expected_m"],
-}
-LATER = ("use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout")
-
-
-class Library:
-    """arch decides the scales that are taken; alignment where segments begin."""
-
-    def __init__(self, arch: int = 90, alignment: int = 128) -> None:
-        self._arch, self._alignment = arch, alignment
-        self.calls: list[str] = []
-
-    def get_mk_alignment_for_contiguous_layout(self) -> int:
-        return self._alignment
-
-    def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, c: Tensor | None = None, **more: Any) -> None:
-        self.calls.append("dense")
-        assert not more and c is None
-        x, weight = self._operands(a, b, stacked=False)
-        self._result(d, (x.shape[0], weight.shape[0]))
-        d.copy_((x @ weight.T).to(d.dtype))
-
-    def m_grouped_fp8_gemm_nt_contiguous(
-        self, a: Any, b: Any, d: Tensor, grouped_layout: Tensor, recipe: Any = None,
-        compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
-        use_psum_layout: bool = False, ensure_zero_padding: bool = True,
-        expected_m_for_psum_layout: int | None = None,
-    ) -> None:  # fmt: skip
-        self.calls.append("psum" if use_psum_layout else "owners")
-        x, weight = self._operands(a, b, stacked=True)
-        self._result(d, (x.shape[0], weight.shape[1]))
-        assert grouped_layout.dtype == torch.int32 and grouped_layout.is_contiguous()
-        d.fill_(torch.nan)
-        if use_psum_layout:
-            assert self._arch != 90 and grouped_layout.shape == (weight.shape[0],)
-            held = segments(grouped_layout.tolist(), self._alignment)
-            for i, (begin, end) in enumerate(held):
-                d[begin:end] = (x[begin:end] @ weight[i].T).to(d.dtype)
-            return
-        assert grouped_layout.shape == (x.shape[0],)
-        owners = grouped_layout.tolist()
-        for row, owner in enumerate(owners):
-            assert -1 <= owner < weight.shape[0]
-            first = row - row % self._alignment  # a tile has one expert
-            assert owner in (-1, owners[first]), "an expert begins inside of a tile"
-            if owner >= 0:
-                d[row] = (x[row] @ weight[owner].T).to(d.dtype)
-
-    def m_grouped_fp8_gemm_nt_masked(
-        self, a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int, **more: Any
-    ) -> None:
-        self.calls.append(f"masked {expected_m}")
-        assert not more
-        x, weight = self._operands(a, b, stacked=True)
-        experts, room, _ = x.shape
-        self._result(d, (experts, room, weight.shape[1]))
-        assert masked_m.dtype == torch.int32 and masked_m.shape == (experts,)
-        assert 1 <= expected_m <= room
-        d.fill_(torch.nan)
-        for i, n in enumerate(masked_m.tolist()):
-            d[i, :n] = (x[i, :n] @ weight[i].T).to(d.dtype)
-
-    def _operands(self, a: Any, b: Any, stacked: bool) -> tuple[Tensor, Tensor]:
-        (codes, scales), (weight, blocks) = a, b
-        for x in (codes, weight):
-            assert x.dtype == torch.float8_e4m3fn and x.stride(-1) == 1
-            if x.dim() == 3:
-                assert x.stride(0) == x.shape[1] * x.shape[2], x.stride()
-        assert weight.dim() == (3 if stacked else 2)
-        columns, width = weight.shape[-2:]
-        assert codes.shape[-1] == width and width % 128 == 0
-        assert blocks.dtype == torch.float32 and blocks.is_contiguous()
-        assert blocks.shape == (*weight.shape[:-2], -(-columns // 128), width // 128)
-        if scales.dtype == torch.int32:
-            assert self._arch == 100
-            words = -(-width // 512)
-            assert scales.shape == (*codes.shape[:-1], words) and scales.stride(-2) == 1
-            assert scales.stride(-1) == -(-codes.shape[-2] // 4) * 4 or words == 1
-        else:
-            assert scales.dtype == torch.float32
-            assert scales.shape == (*codes.shape[:-1], width // 128)
-            if self._arch == 100:
-                assert (torch.frexp(scales).mantissa == 0.5).all()
-        if self._arch == 100:
-            assert (torch.frexp(blocks).mantissa == 0.5).all()
-        flat = codes.reshape(-1, width)
-        ours = fp8_gemm_twin(  # times one: what the rows are
-            flat, scales.reshape(-1, scales.shape[-1]),
-            torch.eye(width).to(torch.float8_e4m3fn), torch.ones(width // 128, width // 128),
-        )  # fmt: skip
-        wide = blocks.repeat_interleave(128, -2).repeat_interleave(128, -1)
-        return ours.view(codes.shape), weight.double() * wide[..., :columns, :].double()
-
-    @staticmethod
-    def _result(d: Tensor, shape: tuple[int, ...]) -> None:
-        assert d.shape == shape and d.dtype == BF16 and d.is_contiguous()
 
 
 def rows(*shape: int, form: ScaleFormat = COLUMN, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
@@ -214,21 +109,24 @@ def test_owners() -> None:
     assert owners_of_rows(0, ends, 4, starts).tolist() == []
 
 
-@pytest.mark.parametrize(("experts", "room"), [(3, 4), (2, 6), (1, 5)])
-def test_masked(experts: int, room: int) -> None:
-    adapter, double = library()
-    a, scales = rows(experts, room, 128)
-    counts = torch.tensor([2, 0, room][-experts:], dtype=torch.int32)
-    off = check_gemm_against_ours(adapter, "masked", a, scales, *weight(experts, 64, 128), counts)
+@pytest.mark.parametrize(("experts", "room", "arch"), [(3, 128, 90), (2, 16, 100), (1, 5, 90)])
+@pytest.mark.parametrize("form", [COLUMN, ScaleFormat.F32_ROW])
+def test_masked(experts: int, room: int, arch: int, form: ScaleFormat) -> None:
+    """Room of whole tiles, or one expert; elsewhere a tile would be stored over the next rows."""
+    adapter, double = library(arch, alignment=8)
+    a, scales = rows(experts, room, 128, form=form, ue8m0=arch == 100)
+    counts = torch.tensor([2, 0, min(room, 9)][-experts:], dtype=torch.int32)
+    b = weight(experts, 64, 128, ue8m0=arch == 100)
+    off = check_gemm_against_ours(adapter, "masked", a, scales, *b, counts)
     assert off < AGREES and double.calls == [f"masked {room}"]
 
 
 def test_expected_rows_stay_in_bounds() -> None:
     adapter, double = library()
-    a, scales = rows(2, 4, 128)
-    counts = torch.tensor([1, 4], dtype=torch.int32)
+    a, scales = rows(1, 4, 128)
+    counts = torch.tensor([4], dtype=torch.int32)
     for expected in (0, 3, 9):
-        adapter.masked(a, scales, *weight(2, 64, 128), counts, BF16, expected_rows=expected)
+        adapter.masked(a, scales, *weight(1, 64, 128), counts, BF16, expected_rows=expected)
     assert double.calls == ["masked 1", "masked 3", "masked 4"]
 
 
@@ -237,9 +135,23 @@ def test_packed_scales_on_sm_100() -> None:
     a, scales = rows(5, 256, form=ScaleFormat.UE8M0_COLUMN, ue8m0=True)
     b = weight(128, 256, ue8m0=True)
     assert check_gemm_against_ours(adapter, "dense", a, scales, *b) < AGREES
-    a, scales = rows(5, 1024, form=ScaleFormat.UE8M0_ROW, ue8m0=True)
-    with pytest.raises(ShapeRefused, match="by columns"):
-        adapter.dense(a, scales, *weight(128, 1024, ue8m0=True), BF16)
+    b = weight(128, 1024, ue8m0=True)
+    for form in (ScaleFormat.UE8M0_ROW, ScaleFormat.UE8M0_COLUMN):
+        a, scales = rows(5, 1024, form=form, ue8m0=True)
+        assert check_gemm_against_ours(adapter, "dense", a, scales, *b) < AGREES
+        a, scales = rows(1, 6, 1024, form=form, ue8m0=True)
+        stacked, counts = (b[0][None], b[1][None]), torch.tensor([5], dtype=torch.int32)
+        assert check_gemm_against_ours(adapter, "masked", a, scales, *stacked, counts) < AGREES
+
+
+def test_what_psum_reads_by_rows_goes_by_owners() -> None:
+    adapter, double = library(100, alignment=8)
+    ends = torch.tensor([3, 13], dtype=torch.int32)
+    for form, call in ((COLUMN, "owners"), (ScaleFormat.F32_ROW, "psum")):
+        a, scales = rows(16, 256, form=form, ue8m0=True)
+        b = weight(2, 64, 256, ue8m0=True)
+        off = check_gemm_against_ours(adapter, "contiguous", a, scales, *b, ends, alignment=8)
+        assert off < AGREES and double.calls[-1] == call
 
 
 @pytest.mark.parametrize(
@@ -253,6 +165,7 @@ def test_packed_scales_on_sm_100() -> None:
         ({"packed": True}, "packed exponents"),
         ({"arch": 100}, "powers of two"),
         ({"form": "masked", "experts": 2, "apart": 300}, "300 rows apart"),
+        ({"form": "masked", "experts": 2, "apart": 128, "room": 192}, "room for 128 rows"),
         ({"form": "contiguous"}, "multiples of 128, these at multiples of 1"),
         ({"deterministic": True}, "deterministic"),
     ],
@@ -272,9 +185,13 @@ def test_layouts_are_refused_in_words() -> None:
     adapter = library()[0]
     a, scales = rows(4, 256)
     b, blocks = weight(128, 256)
-    wide = torch.zeros(4, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :256]
-    with pytest.raises(ShapeRefused, match="back to back"):
+    wide = torch.zeros(4, 520, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :256]
+    with pytest.raises(ShapeRefused, match="multiples of 16 bytes apart, not 520"):
         adapter.dense(wide, scales, b, blocks, BF16)
+    wide = torch.zeros(2, 256, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :128]
+    stacked = torch.ones(2, 128, 2), *weight(2, 128, 256)
+    with pytest.raises(ShapeRefused, match="back to back"):
+        adapter.masked(wide, *stacked, torch.ones(2, dtype=torch.int32), BF16)
     apart = torch.ones(1, 4)[:, :2]
     assert adapter.dense(a, scales, b, apart, BF16).shape == (4, 128)  # one row of blocks
     apart = torch.ones(2, 4)[:, :2]
@@ -348,7 +265,7 @@ def test_the_table_decides_by_shape_and_says_so() -> None:
 def test_without_a_table_the_first_that_fits() -> None:
     adapter, double = library()
     gemms = Gemms(90, [adapter])
-    a, scales = rows(2, 4, 128)
+    a, scales = rows(2, 128, 128)
     counts = torch.tensor([2, 3], dtype=torch.int32)
     gemms.masked(a, scales, *weight(2, 64, 128), counts, expected_rows=2)
     flat, of_rows = rows(16, 128)
@@ -357,6 +274,20 @@ def test_without_a_table_the_first_that_fits() -> None:
     assert double.calls == ["masked 2"]
     assert gemms.choices[0] == "fp8 gemm, masked 64 x 128: deep_gemm"
     assert gemms.choices[1].startswith("fp8 gemm, contiguous 64 x 128: triton (no deep_gemm: ")
+
+
+def test_where_segments_begin_is_for_who_multiplies_them() -> None:
+    table = Wins({4: "triton", 32: "deep_gemm", 16: None})
+    scales, (b, _) = torch.ones(8, 1), weight(2, 64, 128)
+    for rows_of_each, wanted in ((4, 1), (30, 128), (16, 1)):
+        gemms = Gemms(90, [library()[0]], table)
+        assert gemms.alignment(scales, b, BF16, rows_of_each) == wanted
+    assert Gemms(90, [library(alignment=64)[0]]).alignment(scales, b, BF16, 1) == 64
+    assert Gemms(90, [DeepGemm(SimpleNamespace())]).alignment(scales, b, BF16, 1) == 1
+    assert Gemms().alignment(scales, b, BF16, 1) == 1
+    forms = [Gemms(arch, [library()[0]]).scale_format(True) for arch in (90, 100)]
+    assert forms == [COLUMN, ScaleFormat.UE8M0_COLUMN]
+    assert Gemms().scale_format(True) is ScaleFormat.F32_ROW
 
 
 def test_without_backends_nothing_is_chosen() -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ep.bundle import Bundle
 from models.deepseek.fp8 import Fp8Rows
 from models.interface import ForwardBatch
 
@@ -51,7 +52,7 @@ class LinearWeight(Protocol):
 
 
 class ExpertWeights(Protocol):
-    """Stacked experts, [e local slots, ...]; each slot is one contiguous bundle of bytes."""
+    """Stacked experts, [e local slots, ...]; each slot moves as one bundle of bytes."""
 
     num_slots: int
     hidden: int
@@ -64,8 +65,8 @@ class ExpertWeights(Protocol):
 
     def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def bundle(self, slot: int) -> Tensor:
-        """uint8 view of all bytes of a slot: what moves when an expert moves (law 3)."""
+    def bundle(self, slot: int) -> Bundle:
+        """All bytes of a slot, where they lie: what moves when an expert moves (law 3)."""
         ...
 
 

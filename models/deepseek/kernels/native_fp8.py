@@ -75,5 +75,5 @@ class NativeFp8ExpertWeights(NativeExpertWeights):
             self.hidden,
             self.intermediate,
             self.format,
-            self.bundle(slot).data_ptr(),
+            self._slot(slot).data_ptr(),
         )

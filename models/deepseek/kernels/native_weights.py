@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep.bundle import Bundle
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.native_library import NativeLibrary
 
@@ -80,14 +81,14 @@ class NativeExpertWeights:
             self.hidden,
             self.intermediate,
             self.is_bf16,
-            self.bundle(slot).data_ptr(),
+            self._slot(slot).data_ptr(),
         )
 
     def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         gate = torch.empty(self.intermediate, self.hidden, dtype=self.dtype)
         up, down = torch.empty_like(gate), gate.new_empty(self.hidden, self.intermediate)
         self._lib.fetch_expert(
-            self.bundle(slot).data_ptr(),
+            self._slot(slot).data_ptr(),
             self.hidden,
             self.intermediate,
             self.format,
@@ -97,7 +98,11 @@ class NativeExpertWeights:
         )
         return gate, up, down
 
-    def bundle(self, slot: int) -> Tensor:
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(self._slot(slot))
+
+    def _slot(self, slot: int) -> Tensor:
+        """Its bytes."""
         if not 0 <= slot < self.num_slots:
             raise KernelArgumentError(f"slot={slot}: must be 0..{self.num_slots - 1}")
         return self.data[slot]

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ep.bundle import Bundle
 from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
 from models.deepseek.kernels.base import (
     AbsorbedMla,
@@ -64,8 +65,8 @@ class TorchExpertWeights:
         shape = (self.intermediate, self.hidden)
         return gate.view(shape), up.view(shape), down.view(self.hidden, self.intermediate)
 
-    def bundle(self, slot: int) -> Tensor:
-        return self.data[slot].view(torch.uint8)
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(self.data[slot].view(torch.uint8))
 
 
 class TorchFp8LinearWeight:
@@ -112,8 +113,8 @@ class TorchFp8ExpertWeights:
         )
         return gate, up, down
 
-    def bundle(self, slot: int) -> Tensor:
-        return self.data[slot]
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(self.data[slot])
 
     def _parts(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Views of each matrix's bytes [N, C] and scales."""

@@ -37,7 +37,7 @@ class GemmProblem:
     without a GPU. apart: rows of K from one expert's weight to the next one's (N: back to back).
     alignment: segments begin at its multiples (contiguous). packed: scales of rows are UE8M0 words.
     ue8m0: all scales, of rows and weight, are powers of two. deterministic: bits may depend on no
-    company (law 5)."""
+    company (law 5). room: rows that each expert has memory for (masked)."""
 
     form: str
     columns: int
@@ -50,6 +50,7 @@ class GemmProblem:
     packed: bool = False
     ue8m0: bool = False
     deterministic: bool = False
+    room: int = 0
 
 
 class GemmBackend(Protocol):
@@ -59,6 +60,10 @@ class GemmBackend(Protocol):
 
     def refusal(self, problem: GemmProblem) -> str | None:
         """Why it cannot, in one line; None: it can. Never raises, needs no GPU."""
+        ...
+
+    def alignment(self) -> int:
+        """At multiples of what it wants segments of rows to begin; 1: anywhere. Never raises."""
         ...
 
     def dense(
@@ -110,6 +115,9 @@ class TritonGemm:
     def refusal(self, problem: GemmProblem) -> str | None:
         return None if HAVE_TRITON else HOW_TO_GET_IT
 
+    def alignment(self) -> int:
+        return 1
+
 
 def choose_gemm(problem: GemmProblem, backends: Sequence[GemmBackend]) -> Choice[GemmBackend]:
     """The first that does not refuse. ShapeRefused with all reasons when every one does."""
@@ -127,6 +135,7 @@ def problem_of(
     alignment: int = 1,
     ue8m0: bool = False,
     deterministic: bool = False,
+    room: int = 0,
 ) -> GemmProblem:
     """b [N, K] (dense) or [e, N, K]. Nothing is asked of the device."""
     experts = 1 if b.dim() == 2 else b.shape[0]
@@ -135,7 +144,7 @@ def problem_of(
     packed = a_scales.dtype == torch.int32
     return GemmProblem(
         form, columns, width, arch, experts, apart, alignment, dtype, packed, ue8m0,
-        deterministic,
+        deterministic, room,
     )  # fmt: skip
 
 

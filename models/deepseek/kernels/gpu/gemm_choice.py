@@ -1,7 +1,8 @@
 """Whose turn a product of e4m3 is: the first backend that fits, or who won in a table.
 
 `Gemms` has the three calls of our kernels; TritonDense makes all its FP8 products through it. What
-is decided is a pure function of shapes, so that a captured step holds what an eager one runs. With
+is decided is a pure function of shapes, so that a captured step holds what an eager one runs; how
+rows had better lie for who will read them (`alignment`, `scale_format`) is asked before. With
 a table the nearest shape that was measured decides, among backends that fit; ours where the table
 knows nothing like it. A backend that raises at its first product of a problem (no compiler for its
 own kernels, say) is not asked for that problem again. `choices` names all that was decided, each
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dispatch.base import ScaleFormat
 from models.deepseek.kernels.gpu.choice import at_most, why_failed
 from models.deepseek.kernels.gpu.gemm_adapters import (
     GemmBackend,
@@ -129,14 +131,47 @@ class Gemms:
 
         if not self._backends:
             return run(self._ours)
-        problem = problem_of("masked", a_scales, b, self._arch, dtype, ue8m0=ue8m0)
+        problem = problem_of("masked", a_scales, b, self._arch, dtype, ue8m0=ue8m0, room=a.shape[1])
         return self._run(problem, a.shape[1] if expected_rows is None else expected_rows, run)
 
-    def _run(self, problem: GemmProblem, rows: int, run: Callable[[GemmBackend], Tensor]) -> Tensor:
+    def alignment(
+        self,
+        a_scales: Tensor,
+        b: Tensor,
+        dtype: torch.dtype,
+        expected_rows: int,
+        *,
+        ue8m0: bool = False,
+    ) -> int:
+        """At multiples of what segments of about so many rows should begin for `contiguous` with b
+        [e, N, K]: what a backend wants that would then be taken, else 1."""
+        for backend in self._backends:
+            wanted = backend.alignment()
+            if wanted > 1:
+                problem = problem_of(
+                    "contiguous", a_scales, b, self._arch, dtype, alignment=wanted, ue8m0=ue8m0
+                )
+                if self._taken(problem, expected_rows) is not self._ours:
+                    return wanted
+        return 1
+
+    def scale_format(self, ue8m0: bool) -> ScaleFormat:
+        """How the scales of rows should lie that are quantised for a grouped product: as libraries
+        load them, where there are any."""
+        if not self._backends:
+            return ScaleFormat.F32_ROW
+        packed = ue8m0 and self._arch == 100
+        return ScaleFormat.UE8M0_COLUMN if packed else ScaleFormat.F32_COLUMN
+
+    def _taken(self, problem: GemmProblem, rows: int) -> GemmBackend:
         bucket = at_most(rows)
         backend = self._chosen.get((problem, bucket))
         if backend is None:
             backend = self._chosen[problem, bucket] = self._choose(problem, bucket)
+        return backend
+
+    def _run(self, problem: GemmProblem, rows: int, run: Callable[[GemmBackend], Tensor]) -> Tensor:
+        backend = self._taken(problem, rows)
         if backend is self._ours or (backend.name, problem) in self._proven:
             return run(backend)
         try:

@@ -3,8 +3,9 @@
 The only file that imports `deep_gemm`. What it wants: K in whole blocks of 128, results in bf16,
 stacked experts back to back with scales of weights packed as densely; fp32 scales on sm_90, powers
 of two on sm_100 (it packs the exponent's bits there and drops the rest). Scales of rows may lie in
-any of our formats: those of columns it loads as they are, others it transposes first, a launch
-more. Segments begin at multiples of an alignment that it tells (128 unless set otherwise).
+any of our formats: those of columns it loads as they are, others are transposed first, a launch
+more. Segments begin at multiples of an alignment that it tells (128 unless set otherwise). In the
+masked form whole tiles are stored, so room for an expert is a multiple of a tile.
 
 Its functions come from C++ and may have no Python signature: names are read from their docstrings
 then. What every version has, by place; what some have, by name. Knows nothing of timing. Shape
@@ -32,6 +33,8 @@ from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT
 
 ARCHS = (90, 100)
 COLUMNS = 64  # N is a multiple of
+TMA_BYTES = 16
+MASKED_TILE = 128  # rows of the tallest that it takes on sm_90
 DENSE = "fp8_gemm_nt"
 CONTIGUOUS = "m_grouped_fp8_gemm_nt_contiguous"
 MASKED = "m_grouped_fp8_gemm_nt_masked"
@@ -70,8 +73,12 @@ class DeepGemm:
             if not any(name in names for name in either):
                 return f"{FUNCTIONS[problem.form]} of this version has no {' or '.join(either)}"
         if problem.form == "contiguous":
-            return self._misaligned(module, problem.alignment, problem.arch)
-        return None
+            return self._misaligned(module, problem.alignment)
+        return _overfull(module, problem) if problem.form == "masked" else None
+
+    def alignment(self) -> int:
+        module, why = self._load()
+        return 1 if why is not None else _alignment_of(module) or 1
 
     def dense(
         self, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype
@@ -79,7 +86,7 @@ class DeepGemm:
         module, _ = self._checked("dense", a, a_scales, b, b_scales, dtype)
         out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
         if a.shape[0]:
-            module.fp8_gemm_nt((a, a_scales), (b, b_scales), out)
+            module.fp8_gemm_nt((a, scales_of_rows(a_scales)), (b, b_scales), out)
         return out
 
     def contiguous(
@@ -101,13 +108,15 @@ class DeepGemm:
             return out
         function = module.m_grouped_fp8_gemm_nt_contiguous
         stacked = back_to_back(b), back_to_back(b_scales)
-        names = parameters(function)
-        # sm_90 has kernels for owners only; a psum layout's segments begin at its own alignment.
+        names, a_scales = parameters(function), scales_of_rows(a_scales)
+        # Not all versions have kernels for it on sm_90; its segments begin at its own alignment;
+        # and scales that it has to pack itself it then wants by rows.
         if (
             arch != 90
             and starts is None
             and "use_psum_layout" in names
             and alignment == _alignment_of(module)
+            and (a_scales.dtype == torch.int32 or a_scales.is_contiguous())
         ):
             more: dict[str, Any] = {"use_psum_layout": True}
             if expected_rows and "expected_m_for_psum_layout" in names:
@@ -135,7 +144,7 @@ class DeepGemm:
         if room:
             expected = max(1, min(room, room if expected_rows is None else expected_rows))
             module.m_grouped_fp8_gemm_nt_masked(
-                (back_to_back(a), back_to_back(a_scales)),
+                (back_to_back(a), scales_of_rows(a_scales)),
                 (back_to_back(b), back_to_back(b_scales)),
                 out,
                 counts,
@@ -160,13 +169,16 @@ class DeepGemm:
         check_operands(
             a, a_scales, b[None] if dense else b, b_scales[None] if dense else b_scales, dtype
         )
-        problem = problem_of(form, a_scales, b, arch, dtype, alignment=alignment, ue8m0=True)
+        room = a.shape[1] if form == "masked" else 0
+        problem = problem_of(
+            form, a_scales, b, arch, dtype, alignment=alignment, ue8m0=True, room=room
+        )
         why = self.refusal(problem) or _layout_refusal(a, a_scales, b_scales)
         if why is not None:
             raise ShapeRefused(why)
         return self._load()[0], arch
 
-    def _misaligned(self, module: Any, alignment: int, arch: int) -> str | None:
+    def _misaligned(self, module: Any, alignment: int) -> str | None:
         wanted = _alignment_of(module)
         if wanted is None:
             return f"this deep_gemm has no {' or '.join(ALIGNMENTS)}"
@@ -213,6 +225,21 @@ def back_to_back(x: Tensor) -> Tensor:
     return x[0].unsqueeze(0) if x.shape[0] == 1 else x
 
 
+def scales_of_rows(scales: Tensor) -> Tensor:
+    """[.., T, G] fp32 or [.., T, P] int32 as DeepGEMM takes them: packed ones, which it does not
+    transpose, in columns from a multiple of 16 bytes on; columns of one expert with the stride that
+    they would have among others (it asks for that)."""
+    rows, words = scales.shape[-2:]
+    padded = -(-rows // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    apart = (words * padded,) if scales.dim() == 3 else ()
+    if scales.stride()[-2:] == (1, padded) and (not apart or scales.shape[0] == 1):
+        return scales.as_strided(scales.shape, (*apart, 1, padded))
+    if scales.dtype != torch.int32 or scales.stride() == (*apart, 1, padded):
+        return scales
+    columns = scales.new_zeros((*scales.shape[:-2], words, padded))
+    return columns.transpose(-1, -2)[..., :rows, :].copy_(scales)
+
+
 def arch_of(device: torch.device) -> int:
     """90 for sm_90, 0 without a GPU."""
     if device.type != "cuda":
@@ -245,26 +272,22 @@ def _shape_refusal(problem: GemmProblem) -> str | None:
     return None
 
 
-def _layout_refusal(a: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
-    if a.dim() == 3 and a.shape[0] > 1 and a.stride(0) != a.shape[1] * a.stride(1):
-        return f"DeepGEMM wants rows of experts back to back, these have strides {a.stride()}"
-    if a.stride(-2) != a.shape[-1] and a.shape[-2] > 1:
-        return f"DeepGEMM's rows lie back to back, these {a.stride(-2)} bytes for {a.shape[-1]}"
-    if a_scales.dtype == torch.int32 and not _in_columns(a_scales):
-        return (
-            "DeepGEMM reads packed scales by columns that begin at 16 bytes, these have strides "
-            f"{a_scales.stride()}"
-        )
-    if not back_to_back(b_scales if b_scales.dim() == 3 else b_scales[None]).is_contiguous():
-        return f"DeepGEMM wants scales of weights packed, these have strides {b_scales.stride()}"
+def _overfull(module: Any, problem: GemmProblem) -> str | None:
+    """Whole tiles are stored: the last one of an expert must end before the next expert's room."""
+    tile = MASKED_TILE if problem.arch == 90 else _alignment_of(module) or MASKED_TILE
+    if problem.experts > 1 and problem.room % tile:
+        return f"DeepGEMM wants room for {tile} rows or a multiple an expert, not {problem.room}"
     return None
 
 
-def _in_columns(scales: Tensor) -> bool:
-    """Rows next to each other, a column from a multiple of 16 bytes on: scales.py's COLUMN."""
-    rows, words = scales.shape[-2:]
-    padded = -(-rows // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
-    return rows <= 1 or (scales.stride(-2) == 1 and (words == 1 or scales.stride(-1) == padded))
+def _layout_refusal(a: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
+    if a.dim() == 3 and not back_to_back(a).is_contiguous():
+        return f"DeepGEMM wants rows of experts back to back, these have strides {a.stride()}"
+    if a.stride(-2) % TMA_BYTES and a.shape[-2] > 1:
+        return f"DeepGEMM's rows are multiples of {TMA_BYTES} bytes apart, not {a.stride(-2)}"
+    if not back_to_back(b_scales if b_scales.dim() == 3 else b_scales[None]).is_contiguous():
+        return f"DeepGEMM wants scales of weights packed, these have strides {b_scales.stride()}"
+    return None
 
 
 def _alignment_of(module: Any) -> int | None:

@@ -52,6 +52,17 @@ class CodedRows:
         return self.codes.device
 
 
+@dataclass(frozen=True)
+class _Segments:
+    """Where rows of slots lie: as gemm_choice's `contiguous` is told. limit [1] int32: rows from
+    there on belong to nobody."""
+
+    ends: Tensor
+    limit: Tensor | None = None
+    starts: Tensor | None = None
+    alignment: int = 1
+
+
 def foreign(weight: object) -> KernelArgumentError:
     return KernelArgumentError(
         f"a {type(weight).__name__} cannot be used here: weights must come from TritonKernels"
@@ -169,29 +180,40 @@ class TritonDense:
         if not isinstance(weights, TritonFp8ExpertWeights):
             raise foreign(weights)
         codes, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
-        return self.experts_of_codes(
-            codes, scales, pair_rows, offsets, weights, x.dtype, expected_rows
-        )
+        rows, scales = _permuted(codes, scales, pair_rows)
+        expected = expected_rows or -(-pair_rows.shape[0] // weights.num_slots)
+        return self._in_e4m3(rows, scales, weights, x.dtype, _Segments(ends, limit), expected)
 
-    def experts_of_codes(
+    def experts_routed(
         self,
-        codes: Tensor,
-        scales: Tensor,
-        pair_rows: Tensor,
-        offsets: Tensor,
+        x: Tensor,
+        scales: Tensor | None,
+        slots: Tensor,
         weights: ExpertWeights,
         dtype: torch.dtype,
         expected_rows: int | None = None,
-    ) -> Tensor:
-        """`experts` of rows in e4m3 with their scales, in any format -> [M, D] in dtype."""
+    ) -> tuple[Tensor, Tensor]:
+        """Rows as they arrived (dispatch.base.Received, ROUTED): x [N, D] in dtype, or e4m3 with
+        scales in any format; slots [N, K] -> [Q, D] unweighted and index [N, K] for combine_pairs;
+        rows of no pair hold anything. Segments of slots lie as who multiplies them wants it."""
         if not isinstance(weights, TritonFp8ExpertWeights):
-            raise foreign(weights)
-        if pair_rows.shape[0] == 0 or weights.num_slots == 0:
-            return torch.zeros(pair_rows.shape[0], codes.shape[1], dtype=dtype, device=codes.device)
-        rows, scales_of_rows = permute(codes, pair_rows, scales)
-        assert scales_of_rows is not None
-        ends, limit = offsets[1:], offsets[-1:]
-        return self._in_e4m3(rows, scales_of_rows, weights, dtype, None, ends, limit, expected_rows)
+            if scales is not None:
+                raise foreign(weights)
+            pair_rows, offsets, index = self.sort_pairs(slots, weights.num_slots)
+            return self.experts(x, pair_rows, offsets, weights, expected_rows), index
+        ue8m0 = weights.ue8m0
+        powers = ue8m0 and (scales is None or scales.dtype == torch.int32)
+        if scales is None:
+            x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0)
+        expected = expected_rows or -(-slots.numel() // max(1, weights.num_slots))
+        alignment = self.gemms.alignment(scales, weights.gate_up, dtype, expected, ue8m0=powers)
+        layout = sort_pairs(slots, weights.num_slots, alignment)
+        if layout.pair_rows.shape[0] == 0:
+            return torch.zeros(0, x.shape[1], dtype=dtype, device=x.device), layout.index
+        rows, scales = _permuted(x, scales, layout.pair_rows)
+        segments = _Segments(layout.ends, layout.starts[-1:], alignment=alignment)
+        y = self._in_e4m3(rows, scales, weights, dtype, segments, expected, powers)
+        return y, layout.index
 
     def experts_in_segments(
         self,
@@ -202,9 +224,10 @@ class TritonDense:
         weights: ExpertWeights,
         dtype: torch.dtype,
         expected_rows: int | None = None,
+        alignment: int = 1,
     ) -> Tensor:
-        """Rows as they arrived (dispatch.base.Received, EXPANDED): x [N, D] in dtype, or e4m3 with
-        scales; counts [e], of rows from starts [e] on (None: one segment behind the other) ->
+        """Rows as they arrived (EXPANDED): x [N, D] in dtype, or e4m3 with scales; counts [e], of
+        rows from starts [e] on, multiples of the alignment (None: one segment behind the other) ->
         [N, D] unweighted; rows of no slot hold anything. Nothing is copied, no host is told."""
         ends = counts.cumsum(0) if starts is None else starts + counts
         ends = ends.to(torch.int32)
@@ -212,10 +235,14 @@ class TritonDense:
         if x.shape[0] == 0 or weights.num_slots == 0:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
         if isinstance(weights, TritonFp8ExpertWeights):
+            powers = weights.ue8m0 and (scales is None or scales.dtype == torch.int32)
             if scales is None:
-                x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=weights.ue8m0)
+                form = self.gemms.scale_format(weights.ue8m0)
+                x, scales = quantise(x, form, ue8m0=weights.ue8m0)
+            expected = expected_rows or -(-x.shape[0] // weights.num_slots)
             limit = ends[-1:] if starts is None else None
-            return self._in_e4m3(x, scales, weights, dtype, begins, ends, limit, expected_rows)
+            segments = _Segments(ends, limit, begins, alignment)
+            return self._in_e4m3(x, scales, weights, dtype, segments, expected, powers)
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
         if begins is None:
@@ -241,13 +268,14 @@ class TritonDense:
         if isinstance(weights, TritonFp8ExpertWeights):
             ue8m0 = weights.ue8m0
             powers = ue8m0 and (scales is None or scales.dtype == torch.int32)
+            form = self.gemms.scale_format(ue8m0)
             if scales is None:
-                x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
+                x, scales = quantise(x, form, ue8m0=ue8m0, counts=counts)
             both = self.gemms.masked(
                 x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype,
                 expected_rows=expected_rows, ue8m0=powers,
             )  # fmt: skip
-            x, scales = quantise_silu_mul(both, ScaleFormat.F32_ROW, ue8m0=ue8m0, counts=counts)
+            x, scales = quantise_silu_mul(both, form, ue8m0=ue8m0, counts=counts)
             return self.gemms.masked(
                 x, scales, weights.down, weights.down_scales, counts, dtype,
                 expected_rows=expected_rows, ue8m0=ue8m0,
@@ -266,27 +294,33 @@ class TritonDense:
         scales: Tensor,
         weights: TritonFp8ExpertWeights,
         dtype: torch.dtype,
-        starts: Tensor | None,
-        ends: Tensor,
-        limit: Tensor | None,
-        expected_rows: int | None,
+        at: _Segments,
+        expected_rows: int,
+        powers: bool = False,
     ) -> Tensor:
-        """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. starts None: one segment
-        behind the other."""
-        form = ScaleFormat.F32_ROW
-        expected = expected_rows or -(-codes.shape[0] // weights.num_slots)
-        both = self.gemms.contiguous(
-            codes, scales, weights.gate_up, weights.gate_up_scales, ends, dtype,
-            alignment=1, starts=starts, expected_rows=expected,
-        )  # fmt: skip
-        codes, scales = quantise_silu_mul(both, form, ue8m0=weights.ue8m0, counts=limit)
-        return self.gemms.contiguous(
-            codes, scales, weights.down, weights.down_scales, ends, dtype,
-            alignment=1, starts=starts, expected_rows=expected,
-        )  # fmt: skip
+        """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. powers: all scales are powers
+        of two."""
+
+        def product(x: Tensor, of_x: Tensor, b: Tensor, of_b: Tensor, powers: bool) -> Tensor:
+            return self.gemms.contiguous(
+                x, of_x, b, of_b, at.ends, dtype, alignment=at.alignment, starts=at.starts,
+                expected_rows=expected_rows, ue8m0=powers,
+            )  # fmt: skip
+
+        both = product(codes, scales, weights.gate_up, weights.gate_up_scales, powers)
+        ue8m0 = weights.ue8m0
+        form = self.gemms.scale_format(ue8m0)
+        codes, scales = quantise_silu_mul(both, form, ue8m0=ue8m0, counts=at.limit)
+        return product(codes, scales, weights.down, weights.down_scales, ue8m0)
 
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return unpermute(y, index, weights)
+
+
+def _permuted(codes: Tensor, scales: Tensor, pair_rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows, of_rows = permute(codes, pair_rows, scales)
+    assert of_rows is not None
+    return rows, of_rows
 
 
 def _in_model_dtype(

@@ -1,23 +1,20 @@
-"""Weights as the Triton kernels read them: rows as they are, experts as one bundle a slot.
+"""Weights as the Triton kernels, and libraries in their place, read them: rows as they are.
 
-e4m3 keeps its codes and a scale for each 128x128. A bundle is gate, up and down and their scales in
-one run of bytes (law 3); its length is a whole number of rows of each matrix, so that all slots of
-a matrix are rows of one table with one pitch, as TMA wants them.
+e4m3 keeps its codes and a scale for each 128x128. Experts in it lie stacked matrix by matrix, back
+to back: slots of a matrix are rows of one table with one pitch, as TMA wants them, and DeepGEMM's
+grouped products take the stacks as they are. A slot's pieces of the stacks make its bundle (law 3).
 
 Knows layouts. Knows nothing of checkpoints or kernels. Shape letters as in kernels/base.py.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from ep.bundle import Bundle
 from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
 from models.deepseek.kernels.errors import KernelArgumentError
-
-TMA_BYTES = 16  # what rows and tables must be multiples of
 
 
 def powers_of_two(scales: Tensor) -> bool:
@@ -87,13 +84,14 @@ class TritonExpertWeights:
         gate, up = self.gate_up[slot].chunk(2)
         return gate, up, self.down[slot]
 
-    def bundle(self, slot: int) -> Tensor:
-        return self.data[slot].view(torch.uint8)
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(self.data[slot].view(torch.uint8))
 
 
 class TritonFp8ExpertWeights:
-    """[e, bundle bytes]: codes of gate and up [2J, D], of down [D, J], their scales, then nothing.
-    J is I up to a multiple of 128, where gate, up and down are 0: so up begins with a block.
+    """Stacked matrix by matrix, as grouped GEMMs of any maker take them: codes of gate and up
+    [e, 2J, D], of down [e, D, J], their scales [e, ceil(N / 128), ceil(K / 128)] fp32. J is I up to
+    a multiple of 128, where gate, up and down are 0: so up begins with a block.
 
     ue8m0 is what store_fp8 has seen: False where nothing was stored, so ranks should not begin
     without an expert."""
@@ -110,21 +108,15 @@ class TritonFp8ExpertWeights:
         self.dtype = dtype
         self.padded = -(-intermediate // BLOCK) * BLOCK
         wide, tall = (2 * self.padded, hidden), (hidden, self.padded)
-        codes = 3 * self.padded * hidden
-        scales_at = -(-codes // 4) * 4  # fp32 begins at a multiple of its size
-        grids = scale_shape(wide), scale_shape(tall)
-        room = math.lcm(hidden, self.padded, TMA_BYTES)
-        bundle = -(-(scales_at + 4 * sum(map(math.prod, grids))) // room) * room
-        self.data = torch.zeros(num_slots, bundle, dtype=torch.uint8, device=device)
-        self.nbytes = self.data.nbytes
-        cut = math.prod(wide)
-        e4m3, fp32 = self.data.view(torch.float8_e4m3fn), self.data.view(torch.float32)
-        self.gate_up = e4m3[:, :cut].unflatten(1, wide)
-        self.down = e4m3[:, cut:codes].unflatten(1, tall)
-        first, second = scales_at // 4, scales_at // 4 + math.prod(grids[0])
-        last = second + math.prod(grids[1])
-        self.gate_up_scales = fp32[:, first:second].unflatten(1, grids[0])
-        self.down_scales = fp32[:, second:last].unflatten(1, grids[1])
+
+        def zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        self.gate_up = zeros(wide, torch.uint8).view(torch.float8_e4m3fn)
+        self.down = zeros(tall, torch.uint8).view(torch.float8_e4m3fn)
+        self.gate_up_scales = zeros(scale_shape(wide), torch.float32)
+        self.down_scales = zeros(scale_shape(tall), torch.float32)
+        self.nbytes = sum(stack.nbytes for stack in self._stacks())
         self._stored = self._others = False  # only ever set: slots are stored by several threads
 
     @property
@@ -151,8 +143,11 @@ class TritonFp8ExpertWeights:
         )
         return gate, up, down
 
-    def bundle(self, slot: int) -> Tensor:
-        return self.data[slot]
+    def bundle(self, slot: int) -> Bundle:
+        return Bundle(*(stack[slot].view(torch.uint8).flatten() for stack in self._stacks()))
+
+    def _stacks(self) -> tuple[Tensor, ...]:
+        return self.gate_up, self.down, self.gate_up_scales, self.down_scales
 
     def _parts(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Views of codes [N, C] and scales of gate, up and down, without what pads them."""
