@@ -46,6 +46,12 @@ class ForwardBatch:
     # [T] bool: rows that fill a captured step up, at position -1 and slot -1. They write nothing,
     # attend to nothing and are sent to nobody; what comes out of them means nothing. None: no such.
     padding: Tensor | None = None
+    # No less than the sum of positions + 1 over all rows (what sequences share counts each time);
+    # None: nothing tighter is known than that no row has more than max_context_len.
+    total_context: int | None = None
+    # The same batch where the host made it, its tensors there: whoever wants lengths reads them in
+    # it, and need not wait for the device. None: only the device has them, or there is none.
+    host: ForwardBatch | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -38,7 +38,11 @@ class StepBatch:
     forward: ForwardBatch
     num_chosen: int
     prompt_rows: tuple[PromptRows, ...]
-    host: ForwardBatch | None = None  # what forward was before it went to a device
+
+    @property
+    def host(self) -> ForwardBatch | None:
+        """What forward was before it went to a device; None: it did not."""
+        return self.forward.host
 
 
 def build_batch(
@@ -103,6 +107,7 @@ def build_batch(
         max_query_len=max_query,
         max_context_len=max_context,
         ancestors=None if ancestors is None else tensor(ancestors),
+        total_context=int(positions.sum()) + total,
     )
     return StepBatch(forward, num_chosen, tuple(p for p, _ in prompt_rows))
 

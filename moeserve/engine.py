@@ -128,7 +128,7 @@ class Engine:
         plan, batch = self._prepare()
         prepared = time.perf_counter()
         try:
-            agreed = self.lockstep.agree(self._vote(plan))
+            agreed = self.lockstep.agree(self._vote(plan, batch.forward.total_context))
         except PeerFailed as error:
             raise (error if self._broken is None else EngineFailed(self._broken)) from None
         locked = time.perf_counter()
@@ -161,7 +161,7 @@ class Engine:
         if self.speculator is not None:
             self.speculator.agreed(agreed.drafting, agreed.max_tokens, decode_only)
         try:
-            out = self.runner.forward(batch, agreed.max_tokens, decode_only)
+            out = self.runner.forward(batch, agreed.max_tokens, decode_only, agreed.context)
         except Exception as error:  # whatever the model or the network raises
             if self.recorder is not None:
                 self.recorder.drop_step()
@@ -271,11 +271,12 @@ class Engine:
         self.scheduler.fail_plan(plan, reason)
         return []
 
-    def _vote(self, plan: StepPlan) -> Vote:
+    def _vote(self, plan: StepPlan, context: int | None = None) -> Vote:
         return Vote(
             has_work=plan.num_tokens > 0,
             num_tokens=plan.num_tokens,
             num_sequences=len(plan.sequences),
+            context=context or 0,
             phase=(Phase.DECODE if plan.num_decodes else Phase.IDLE)
             | (Phase.PREFILL if plan.num_prefill_tokens else Phase.IDLE),
             wants_stop=self._stop_asked,

@@ -62,7 +62,7 @@ class Vote:
     load recording that it is ready to record, 0 for none; trace: likewise. settings: hash of all
     that shapes the collectives (`settings_hash`). rebalance: `ep.rebalance.Position.number`;
     ballot: about it. drafting: what speculation agrees on (`Speculator.offer`), of the width that
-    lockstep was made for."""
+    lockstep was made for. context: positions that its rows attend to, one row after the other."""
 
     has_work: bool
     num_tokens: int = 0
@@ -78,6 +78,7 @@ class Vote:
     ballot: Ballot = Ballot()
     trace: int = 0
     drafting: Seq[int] = ()
+    context: int = 0
 
 
 def _nothing() -> NDArray[np.int64]:
@@ -90,7 +91,7 @@ class StepAgreement:
     recording: what every rank voted for alike, else 0: the step is recorded on all ranks or none.
     trace: likewise.
     ballots [R]: what ranks say about a rebalance; () where none says anything.
-    drafting [R, columns]: what each rank said.
+    drafting [R, columns]: what each rank said. context: the most of any rank.
     """
 
     step: int
@@ -101,6 +102,7 @@ class StepAgreement:
     recording: int = 0
     ballots: tuple[Ballot, ...] = ()
     trace: int = 0
+    context: int = 0
     drafting: NDArray[np.int64] = field(default_factory=_nothing, compare=False)
 
     @property
@@ -117,6 +119,7 @@ _FIELDS = (
     "has_work",
     "num_tokens",
     "num_sequences",
+    "context",
     "phase",
     "wants_stop",
     "failed",
@@ -170,6 +173,7 @@ class Lockstep:
                 num_tokens=(vote.num_tokens,),
                 recording=vote.recording,
                 trace=vote.trace,
+                context=vote.context,
                 drafting=np.array([vote.drafting], np.int64) if vote.drafting else _nothing(),
             )
         self._mine_np[: len(_FIELDS)] = (
@@ -181,6 +185,7 @@ class Lockstep:
             vote.has_work,
             vote.num_tokens,
             vote.num_sequences,
+            vote.context,
             vote.phase,
             vote.wants_stop,
             vote.failed,
@@ -216,6 +221,7 @@ def _judge(votes: NDArray[np.int64]) -> StepAgreement:
         recording=int(recording[0]) if (recording == recording[0]).all() else 0,
         ballots=_ballots(votes[:, _COLUMN["say"] : len(_FIELDS)]),
         trace=int(trace[0]) if (trace == trace[0]).all() else 0,
+        context=int(votes[:, _COLUMN["context"]].max()),
         drafting=votes[:, len(_FIELDS) :].copy(),
     )
 

@@ -67,19 +67,23 @@ class ModelRunner:
         made = build_batch(plan, self.tables.matrix, self.cache.block_size)
         if self.staging is None:
             return made
-        return replace(made, forward=self.staging.send(made.forward), host=made.forward)
+        return replace(made, forward=self.staging.send(made.forward))
 
     @torch.inference_mode()
     def forward(
-        self, batch: StepBatch, max_tokens: int | None = None, decode_only: bool = False
+        self,
+        batch: StepBatch,
+        max_tokens: int | None = None,
+        decode_only: bool = False,
+        context: int = 0,
     ) -> ForwardOutput:
         """Every rank of the group calls it in the same step, T = 0 too.
         Agreed in lockstep: max_tokens, the most tokens of any rank in this step; decode_only, that
-        no rank computes prompt tokens."""
+        no rank computes prompt tokens; context, `StepAgreement.context`."""
         in_halves = goes_in_halves(max_tokens, self.overlap_from)
         rows: int | None = None  # of the captured step; from what was agreed alone
         if self.graphs is not None and batch.host is not None and not in_halves:
-            rows = self.graphs.ready(max_tokens, decode_only)
+            rows = self.graphs.ready(max_tokens, decode_only, context, batch.host.total_context)
         if self._dispatcher is not None:
             bound = largest_half(max_tokens) if in_halves and max_tokens else max_tokens
             self._dispatcher.set_step_bound(bound, decode_only)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,6 +76,11 @@ def test_halves_have_the_rows_of_the_whole(lengths: list[int], data: st.DataObje
     for agreed in range(whole.num_tokens, whole.num_tokens + 3):
         assert max(sizes) <= largest_half(agreed)
     assert not len(first.logits_rows) and not len(second.logits_rows)
+    assert first.host is second.host is None
+    with_host = split_batch(replace(whole, host=whole, total_context=7))
+    for half, again in zip((first, second), with_host, strict=True):
+        assert again.host is not None and again.total_context == 7
+        assert rows_of(again) == rows_of(again.host) == rows_of(half)
     assert whole.context_len.equal(contexts), "the whole is as it was"
 
 

@@ -19,12 +19,13 @@ from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.device.api import ReplayedApi
 from moeserve.device.graphs import Budget, StepGraphs
-from moeserve.device.ladder import ladder, padded_share, rung
+from moeserve.device.ladder import MOST_CONTEXT, ladder, padded_share, rung
 from moeserve.device.ledger import MemoryLedger
 from moeserve.device.opening import no_graphs, open_graphs
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
 from moeserve.errors import EngineFailed
+from moeserve.plan import StepPlan
 from moeserve.request import Request, SamplingParams
 
 SINGLE = EPGroup.single()
@@ -89,6 +90,8 @@ def test_the_ladder_and_its_rungs() -> None:
         assert padded_share(rungs) < 0.5
     assert rung(1, False, ladder(8)) is None and rung(None, True, ladder(8)) is None
     assert rung(1, True, ()) is None
+    assert rung(3, True, (1, 4), MOST_CONTEXT) == 4 and rung(3, True, (1, 4), 9, 9) == 4
+    assert rung(3, True, (1, 4), MOST_CONTEXT + 1) is rung(3, True, (1, 4), 10, 9) is None
 
 
 def test_tokens_are_those_of_steps_that_are_not_captured(random_checkpoint: Path) -> None:
@@ -101,6 +104,42 @@ def test_tokens_are_those_of_steps_that_are_not_captured(random_checkpoint: Path
     assert tokens(engine) == want
     assert graphs.num_replays > 4 and graphs.num_padding_rows > 0
     assert api.calls.count("replay") == graphs.num_replays
+
+
+def test_steps_whose_rows_attend_to_too_much_go_as_they_are(random_checkpoint: Path) -> None:
+    """The sum of all rows counts, and only it; said once."""
+    config = settings(random_checkpoint)
+    want = tokens(open_engine(config, None))
+    engine = open_engine(config, ReplayedApi())
+    graphs, said = engine.runner.graphs, []
+    assert graphs is not None
+    graphs.say = said.append
+    graphs.most_context = 40  # the longest alone is 26, all of them 44 and more
+    assert tokens(engine) == want
+    assert graphs.num_replays > 1 and graphs.num_too_long > 1
+    assert graphs.report()["too_long"] == graphs.num_too_long
+    (line,) = said
+    assert line == graphs.notes[-1] and "attend to more than 40 positions on a rank" in line
+    # Nor does one with more get into a captured step by mistake.
+    batch = engine.runner.build(StepPlan())
+    assert batch.host is not None and batch.host.total_context == 0
+    over = replace(batch.host, total_context=41)
+    with pytest.raises(AssertionError):
+        graphs.run(1, over, batch.forward)
+
+
+def test_ranks_agree_on_the_most_that_any_attends_to(folder: Path) -> None:
+    """The rank whose contexts they are says so; another goes along."""
+    for own, speaks in ((10, False), (90, True)):
+        graphs, said = small_graphs(folder, ReplayedApi()), []
+        graphs.capture_all()
+        graphs.say, graphs.most_context = said.append, 50
+        assert graphs.ready(2, True, 50, own) == 2
+        assert graphs.ready(5, True, 90, own) is None and graphs.num_too_long == 0  # no such rung
+        assert graphs.ready(2, False, 90, own) is None and graphs.num_too_long == 0
+        assert [graphs.ready(2, True, 90, own) for _ in range(3)] == [None] * 3
+        assert graphs.num_too_long == 3 and len(graphs.notes) == 1
+        assert said == (graphs.notes if speaks else [])
 
 
 def test_random_tokens_log_probabilities_and_load_are_the_same(random_checkpoint: Path) -> None:
@@ -297,7 +336,9 @@ def test_staging_reuses_buffers_only_behind_their_copies() -> None:
 
     sent = [(staging.send(batch(n)), batch(n)) for n in (1, 0, 3, 400)]
     for got, want in sent:
-        for name in vars(want):
+        host = got.host
+        assert host is not None and torch.equal(host.positions, want.positions)
+        for name in vars(want).keys() - {"host"}:
             value = getattr(want, name)
             if isinstance(value, torch.Tensor):
                 assert torch.equal(getattr(got, name), value), name

@@ -97,6 +97,7 @@ def test_batches_are_the_slow_twin(size: int, chunk: int | None) -> None:
         contexts = [a + b for a, b in zip(plan.starts, plan.counts, strict=True)]
         assert batch.context_len.tolist() == contexts
         assert batch.max_context_len == max(contexts)
+        assert batch.total_context == sum(p + 1 for p in want["positions"])
         assert batch.max_query_len == max(plan.counts)
         assert batch.block_tables.shape == (len(contexts), -(-max(contexts) // size))
         assert batch.logits_rows.tolist() == [want["starts"][i + 1] - 1 for i in plan.sampled]
@@ -114,7 +115,7 @@ def test_an_empty_batch_is_a_batch() -> None:
     batch = engine.runner.build(StepPlan()).forward
     assert (batch.num_tokens, batch.num_sequences) == (0, 0)
     assert batch.query_start.tolist() == [0] and batch.logits_rows.dtype == torch.int64
-    assert (batch.max_query_len, batch.max_context_len) == (0, 0)
+    assert (batch.max_query_len, batch.max_context_len, batch.total_context) == (0, 0, 0)
     assert engine.runner.forward(engine.runner.build(StepPlan())).logits.shape == (0, 97)
 
 

@@ -32,6 +32,9 @@ def test_all_run_when_any_has_work(world: World) -> None:
     out = world(4, lambda g: Lockstep(g).agree(votes[g.rank]))
     assert out == [StepAgreement(1, True, False, Phase.MIXED, (0, 7, 0, 3))] * 4
     assert out[0].max_tokens == 7
+    votes = [IDLE, Vote(True, context=900), IDLE, Vote(True, context=40)]
+    assert {x.context for x in world(4, lambda g: Lockstep(g).agree(votes[g.rank]))} == {900}
+    assert Lockstep(EPGroup.single()).agree(votes[1]).context == 900
     assert world(4, lambda g: Lockstep(g).agree(IDLE))[2].run is False
 
 

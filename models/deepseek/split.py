@@ -13,6 +13,8 @@ Shape letters: T tokens, S sequences.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from models.interface import ForwardBatch, largest_half
@@ -20,8 +22,17 @@ from models.interface import ForwardBatch, largest_half
 
 def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
     """The first ceil(T / 2) rows and the rest; either may be empty. Views where possible. Neither
-    has logits_rows: hidden states are joined before logits are made of them. max_context_len stays
-    that of the whole, as a bound: to know better is to stop a device."""
+    has logits_rows: hidden states are joined before logits are made of them. max_context_len
+    and total_context stay those of the whole, as bounds: to know better is to stop a device, or
+    to look at the host's own batch, which is cut as well."""
+    halves = _split(batch)
+    if batch.host is None:
+        return halves
+    first, second = _split(batch.host)
+    return replace(halves[0], host=first), replace(halves[1], host=second)
+
+
+def _split(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
     cut = largest_half(batch.num_tokens)
     if batch.max_query_len <= 1 and batch.num_sequences == batch.num_tokens:
         head, tail, begins = slice(0, cut), slice(cut, None), batch.query_start
@@ -30,8 +41,8 @@ def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
             _part(batch, head, head, begins[: cut + 1], None, some[0]),
             _part(batch, tail, tail, begins[cut:] - cut, None, some[1]),
         )
-    # One look at the device a step, as `plan_attention` has.
-    starts: list[int] = batch.query_start.tolist()
+    known = batch if batch.host is None else batch.host  # or one look at the device a step
+    starts: list[int] = known.query_start.tolist()
     ends = starts[1:]
     num_first = sum(start < cut for start in starts[:-1])
     skipped = sum(end <= cut for end in ends)
@@ -81,6 +92,7 @@ def _part(
         max_query_len=max_query_len,
         max_context_len=batch.max_context_len if max_query_len else 0,
         ancestors=None if batch.ancestors is None else batch.ancestors[rows],
+        total_context=batch.total_context,
     )
 
 

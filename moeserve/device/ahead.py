@@ -247,7 +247,7 @@ class AheadEngine(Engine):
             ids = known_on_device(batch.forward.token_ids, late.chosen.tokens)
             batch = replace(batch, forward=replace(batch.forward, token_ids=ids))
         try:
-            out = self.runner.forward(batch, agreed.max_tokens, decode_only)
+            out = self.runner.forward(batch, agreed.max_tokens, decode_only, agreed.context)
         except Exception as error:  # whatever the model or the network raises
             if self.recorder is not None:
                 self.recorder.drop_step()

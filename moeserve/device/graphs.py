@@ -23,7 +23,7 @@ from torch import Tensor
 
 from models.interface import ForwardBatch, ForwardOutput, PagedKVCache, StepObserver
 from moeserve.device.api import DeviceApi, Event, Graph
-from moeserve.device.ladder import rung
+from moeserve.device.ladder import MOST_CONTEXT, rung
 from moeserve.device.staging import Pack
 from moeserve.errors import EngineFailed, one_line
 
@@ -118,7 +118,8 @@ class _Captured:
 
 
 class StepGraphs:
-    """max_len: the longest sequence, which bounds block tables and what attention is cut into."""
+    """max_len: the longest sequence, which bounds block tables. What attention is cut into is
+    bounded by most_context too: steps with more go as they are."""
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class StepGraphs:
         self._model, self._cache, self._api = model, cache, api
         self._max_len, self._set_bound, self._collective = max_len, set_bound, collective
         self.wanted = tuple(rungs)
+        self.most_context = MOST_CONTEXT  # of a step's rows together; the same on all ranks
         self.rungs: tuple[int, ...] = ()  # those that all ranks have, ascending
         self._held: dict[int, _Captured] = {}
         self.notes: list[str] = []
@@ -143,6 +145,7 @@ class StepGraphs:
         self._free = self._taken = 0  # bytes: free without captured steps, and what those take
         self.seconds = 0.0
         self.num_replays = self.num_padding_rows = self.num_recaptures = 0
+        self.num_too_long = 0
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -225,13 +228,15 @@ class StepGraphs:
 
     def _batch(self, inputs: _Inputs) -> ForwardBatch:
         """A new object each time: what kernels keep of a batch belongs to one capture."""
+        tensors: dict[str, Any] = dict(inputs.device)
         return ForwardBatch(
-            **inputs.device,
+            **tensors,
             block_tables=inputs.tables,
             logits_rows=inputs.logits_rows,
             max_query_len=1,
             max_context_len=self._max_len,
             padding=inputs.device["slot_mapping"] < 0,
+            total_context=self.most_context,
         )
 
     @property
@@ -240,17 +245,24 @@ class StepGraphs:
 
     # -- a step --------------------------------------------------------------------------------
 
-    def rung(self, max_tokens: int | None, decode_only: bool) -> int | None:
+    def rung(self, max_tokens: int | None, decode_only: bool, context: int = 0) -> int | None:
         """See `ladder.rung`: the same on all ranks."""
-        return rung(max_tokens, decode_only, self.rungs)
+        return rung(max_tokens, decode_only, self.rungs, context, self.most_context)
 
     @torch.inference_mode()
-    def ready(self, max_tokens: int | None, decode_only: bool) -> int | None:
+    def ready(
+        self, max_tokens: int | None, decode_only: bool, context: int = 0, own: int | None = None
+    ) -> int | None:
         """`rung`, captured again where it is of a placement that is out of use. Collective then:
         placements change on all ranks before the same step, and a rung that one rank cannot
-        capture again is out of use on all; this step goes as it is (None)."""
-        size = self.rung(max_tokens, decode_only)
-        if size is None or self._held[size].placement is self._placement:
+        capture again is out of use on all; this step goes as it is (None). own: of `context`, this
+        rank's."""
+        size = self.rung(max_tokens, decode_only, context)
+        if size is None:
+            if self.rung(max_tokens, decode_only) is not None:
+                self._note_context(context, own)
+            return None
+        if self._held[size].placement is self._placement:
             return size
         self._api.give_back()
         self._free = self._api.free_bytes() + self._taken  # what others took since is not ours
@@ -269,6 +281,18 @@ class StepGraphs:
             self.say(self.notes[-1])
         return None
 
+    def _note_context(self, context: int, own: int | None) -> None:
+        """A step goes as it is for its contexts alone: counted, and named once, aloud by the ranks
+        whose contexts they are."""
+        self.num_too_long += 1
+        if self.num_too_long == 1:
+            self.notes.append(
+                f"graphs: decode steps whose rows attend to more than {self.most_context} "
+                f"positions on a rank are not captured (the first has {context})"
+            )
+            if own == context:
+                self.say(self.notes[-1])
+
     def run(
         self,
         size: int,
@@ -282,6 +306,8 @@ class StepGraphs:
         assert held.placement is self._placement  # or it routes by tables that are out of use
         n = host.num_tokens
         assert n <= size and host.ancestors is None
+        # Or attention writes behind the room that was made for it.
+        assert host.total_context is not None and host.total_context <= self.most_context
         held.inputs.fill(host, there)
         if bool((host.token_ids < 0).any()):  # known on the device only (ahead.py)
             held.inputs.device["token_ids"][:n].copy_(there.token_ids)
@@ -312,5 +338,6 @@ class StepGraphs:
             "replays": self.num_replays,
             "padding_rows": self.num_padding_rows,
             "captured_again": self.num_recaptures,
+            "too_long": self.num_too_long,
             "notes": list(self.notes),
         }

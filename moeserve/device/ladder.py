@@ -11,6 +11,14 @@ from itertools import pairwise
 
 DOUBLING_TO = 16  # behind it a step of half a power more: at most a third of the rows is padding
 
+# Positions that the rows of a captured step attend to at most, all rows together: what attention
+# makes room for, whatever the longest context is. Prefixes that sequences share count for each, so
+# the cache's size is no bound; but the host knows the sum of each step, and ranks agree on the
+# largest. 256 rows of 128 heads so leave parts of 449 MiB, in one launch. A step with more gains
+# little from being captured: at 2 x 128 x 1088 flops a position its attention takes an H200 half a
+# millisecond a layer at best, about what the host takes to launch that layer.
+MOST_CONTEXT = 3 << 19
+
 
 def ladder(most: int) -> tuple[int, ...]:
     """Rows of the captured steps, ascending: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... and `most`,
@@ -27,10 +35,14 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*rungs, most)
 
 
-def rung(max_tokens: int | None, decode_only: bool, rungs: Sequence[int]) -> int | None:
+def rung(
+    max_tokens: int | None, decode_only: bool, rungs: Sequence[int], context: int = 0,
+    most_context: int = MOST_CONTEXT,
+) -> int | None:  # fmt: skip
     """The rows of the captured step that takes a step in which no rank has more than max_tokens
-    rows; None: it goes as it is (prompt tokens, nothing agreed, or more rows than any has)."""
-    if max_tokens is None or not decode_only:
+    rows, and none rows that attend to more than `context` positions together; None: it goes as it
+    is (prompt tokens, nothing agreed, more rows than any has, more positions than most_context)."""
+    if max_tokens is None or not decode_only or context > most_context:
         return None
     return next((size for size in rungs if size >= max_tokens), None)
 

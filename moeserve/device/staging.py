@@ -63,7 +63,8 @@ class Staging:
         self.num_copies = 0
 
     def send(self, batch: ForwardBatch) -> ForwardBatch:
-        """A batch on the host (its tensors contiguous) -> the same on the device."""
+        """A batch on the host (its tensors contiguous) -> the same on the device, with the one on
+        the host as its `host`: so nothing may write to that one any more."""
         parts = {name: x for name in FIELDS if (x := getattr(batch, name)) is not None}
         pack = Pack(parts)
         host, event = self._buffer(pack.nbytes)
@@ -74,7 +75,7 @@ class Staging:
         event.record()
         self.num_copies += 1
         views: dict[str, Any] = dict(pack.views(there))
-        return replace(batch, **views)
+        return replace(batch, host=batch, **views)
 
     def _buffer(self, nbytes: int) -> tuple[Tensor, Event]:
         """The one used longest ago, once it is free; a larger one where it is too small."""

@@ -38,10 +38,16 @@ def test_ranks_replay_the_same_rung_and_give_the_same_tokens(tmp_path: Path) -> 
     assert [len(t) for t in other["plain"].values()] == [16]
     assert one["replays"] == other["replays"] > 10
     assert one["padding"] != other["padding"]
+    # One rank's rows attend to too much: no rank replays that step.
+    assert one["bounded"] == one["plain"] and other["bounded"] == other["plain"]
+    assert one["too_long"] == other["too_long"] > 3
+    assert one["fewer"] == other["fewer"] and 0 < one["fewer"] < one["replays"]
     assert (one["says"], other["says"]) == ("another rank cannot", "as asked")
 
 
-def tokens(folder: Path, group: EPGroup, ahead: bool, captured: bool) -> tuple[Any, Any]:
+def tokens(
+    folder: Path, group: EPGroup, ahead: bool, captured: bool, most_context: int | None = None
+) -> tuple[Any, Any]:
     config = ServeConfig.load(
         None,
         {
@@ -60,6 +66,8 @@ def tokens(folder: Path, group: EPGroup, ahead: bool, captured: bool) -> tuple[A
         dispatcher: Any = runner.model.dispatcher  # type: ignore[attr-defined]
         dispatcher.graph_safe = True  # what waits may be replayed where nothing is captured
         runner.graphs = open_graphs(config, group, runner, MAX_LEN, 0, [], api=api)
+        if most_context is not None and runner.graphs is not None:
+            runner.graphs.most_context = most_context
     said: dict[str, list[int]] = {}
     for number, (rank, prompt) in enumerate(PROMPTS):
         if rank == group.rank:
@@ -82,6 +90,8 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
     plain, _ = tokens(folder, group, ahead=False, captured=False)
     captured, graphs = tokens(folder, group, ahead=False, captured=True)
     ahead, _ = tokens(folder, group, ahead=True, captured=True)
+    # Of rank 0: its rows reach 51 positions together, rank 1's 19 alone.
+    bounded, fewer = tokens(folder, group, ahead=False, captured=True, most_context=40)
     report = {
         "plain": plain,
         "captured": captured,
@@ -89,6 +99,9 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
         "rungs": list(graphs.rungs),
         "replays": graphs.num_replays,
         "padding": graphs.num_padding_rows,
+        "bounded": bounded,
+        "fewer": fewer.num_replays,
+        "too_long": fewer.num_too_long,
     }
     # What one rank cannot capture, none replays.
     api = ReplayedApi(refuse=frozenset({0}) if group.rank == 1 else frozenset())

@@ -187,12 +187,90 @@ def test_block_size_programs_and_workspace_change_no_bit() -> None:
 def test_a_known_total_of_contexts_needs_less_workspace_and_changes_no_bit() -> None:
     world = World([300, 5, 3, 2])
     out, lse = world.run()
-    plain, known = world.plan(), world.plan(total=310)
+    plain, batch = world.plan(), world.batch
+    world.batch = replace(batch, total_context=310)
+    known = world.plan()
+    world.batch = replace(batch, host=batch)
+    exact = world.plan()
     assert plain.max_units == 4 * 4 and known.max_units == 4 + 310 // 64
-    assert int(known.work_start[-1]) <= known.max_units
-    assert known.workspace_bytes(16, 64) < plain.workspace_bytes(16, 64)
-    again = world.run(known)
-    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    assert exact.max_units == 4 + 3 == int(known.work_start[-1])
+    assert plain.workspace_bytes(16, 64) > known.workspace_bytes(16, 64)
+    assert known.workspace_bytes(16, 64) > exact.workspace_bytes(16, 64)
+    for plan in (known, exact):
+        again = world.run(plan)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that a launch leaves are NaN until they are written."""
+    empty = torch.empty
+
+    def made(*sizes: object, **more: object) -> Tensor:
+        found = empty(*sizes, **more)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", made)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_step_is_right_for_every_mix_of_contexts(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch object of 6 rows, room for 700 positions in all, 500 of them in one row at most:
+    filled anew as a replay does, most units not there, parts of NaN. Each row's bits are those it
+    has alone."""
+    poisoned(monkeypatch)
+    rank = 128 if fp8 else 64
+    mixes = ([1, 1, 1, 1, 1, 1], [300, 1, 64, 65], [], [130, 129, 128, 127, 126, 60])
+    worlds = [World(mix, rank=rank, fp8=fp8, padding=6 - len(mix)) for mix in mixes]
+    captured = ForwardBatch(
+        token_ids=torch.zeros(6, dtype=torch.int64),
+        positions=torch.zeros(6, dtype=torch.int64),
+        slot_mapping=torch.zeros(6, dtype=torch.int64),
+        query_start=torch.zeros(7, dtype=torch.int32),
+        context_len=torch.zeros(6, dtype=torch.int32),
+        block_tables=torch.zeros(6, 40, dtype=torch.int32),
+        logits_rows=torch.arange(6),
+        max_query_len=1,
+        max_context_len=500,
+        total_context=700,
+    )
+    for world in worlds:
+        new = world.batch
+        n = new.num_sequences
+        captured.positions.copy_(new.positions)
+        captured.query_start[: n + 1] = new.query_start
+        captured.query_start[n:] = n
+        captured.block_tables[:n, : new.block_tables.shape[1]] = new.block_tables
+        plan = plan_decode(captured, 16, rank, partitions=SMALL)
+        assert len(plan.launches) == 1 and plan.max_units == 6 + 700 // 64 < 6 * plan.max_parts
+        out, lse = mla_decode(
+            world.q, world.layer, plan, captured.block_tables, 1 / math.sqrt(rank), rope=16
+        )
+        want, want_lse = world.twin()
+        assert (out.double() - want).abs().max() <= TOLERANCE * want.abs().max().clamp(min=1)
+        assert torch.equal(lse.isfinite(), want_lse.isfinite())
+        for row in range(0, n, 3):
+            alone = world.run(world.plan().rows(row, row + 1), world.q[row : row + 1])
+            assert torch.equal(alone[0][0], out[row]) and torch.equal(alone[1][0], lse[row])
+
+
+def test_a_prefix_that_sequences_share_counts_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows attend to more positions than the cache has: what two held alone before is poisoned."""
+    poisoned(monkeypatch)
+    world = World([300, 260, 290, 1])
+    tables, shared = world.batch.block_tables, 256 // world.block
+    for other in (1, 2):
+        world.layer[tables[other, :shared].long()] = world.layer[0].clone()
+        tables[other, :shared] = tables[0, :shared]
+    held = int((~world.layer.flatten(0, 1).isnan().any(1)).sum())
+    whole, total = world.batch, 300 + 260 + 290 + 1
+    assert held == total - 2 * 256
+    for known in ({"host": whole}, {"total_context": total}, {}):
+        world.batch = replace(whole, **known)
+        plan = world.plan()
+        assert int(plan.work_start[-1]) == 4 + 4 + 4 + 1 <= plan.max_units
+        world.check(plan=plan)
 
 
 def test_a_larger_bound_of_contexts_changes_no_bit() -> None:

@@ -144,21 +144,23 @@ class FlashInferMla:
 
 def flat_metadata(step: MlaStep, block_size: int) -> dict[str, Tensor]:
     """qo_indptr, kv_indptr [T + 1], kv_indices (blocks of each row, one after the other),
-    kv_len_arr [T], all int32. What the host decides is made there: one gather on the device."""
+    kv_len_arr [T], all int32. Lengths lie on the host, where FlashInfer plans; blocks are found on
+    the device, to which nothing is sent."""
     known = step.lengths
     if known is None:  # waits for the device, once a step: all layers share its plan
         known = (step.plan.positions + 1).tolist()
-    lengths = [max(1, n) for n in known]  # padding: one position of the first sequence
-    blocks = torch.tensor([-(-n // block_size) for n in lengths])
+    lengths = torch.tensor([max(1, n) for n in known])  # padding: a position of the first sequence
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    starts[1:] = blocks.cumsum(0)
-    row = torch.arange(len(lengths)).repeat_interleave(blocks)
-    column = torch.arange(int(starts[-1])) - starts[:-1].long().repeat_interleave(blocks)
-    _, tables = row_tables(step)
-    device = tables.device
+    starts[1:] = ((lengths + block_size - 1) // block_size).cumsum(0)
+    on_device, tables = row_tables(step)
+    blocks = (on_device.long() + block_size - 1) // block_size
+    ends = blocks.cumsum(0)
+    at = torch.arange(int(starts[-1]), device=tables.device)
+    row = torch.searchsorted(ends, at, right=True)
+    column = at - (ends - blocks)[row]
     return {
         "qo_indptr": torch.arange(len(lengths) + 1, dtype=torch.int32),
         "kv_indptr": starts,
-        "kv_indices": tables[row.to(device), column.to(device)].to(torch.int32),
-        "kv_len_arr": torch.tensor(lengths, dtype=torch.int32),
+        "kv_indices": tables[row, column].to(torch.int32),
+        "kv_len_arr": lengths.to(torch.int32),
     }

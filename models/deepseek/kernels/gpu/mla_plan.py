@@ -5,11 +5,16 @@ and every step, so that a row's bits do not depend on who else is there (law 5):
 DETERMINISTIC. Where bits need not be equal, `balanced` cuts by the load at hand instead. All of it
 runs on the device without asking it anything, so that it can stand in a captured graph.
 
+What the host knows only makes room: for units that there may be, in as few launches as hold their
+parts. It knows each row's length (a step that it made), or the sum of all of them at most (a
+captured step, which is replayed for no more), or the longest.
+
 Knows nothing of heads' contents or of kernels.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,15 +95,15 @@ class DecodePlan:
     def max_units(self) -> int:
         return self.unit_rows.shape[0]
 
-    def rows(self, first: int, last: int) -> DecodePlan:
-        """The plan of these rows alone."""
+    def rows(self, first: int, last: int, units: int | None = None) -> DecodePlan:
+        """The plan of these rows alone. units: no fewer than they have, where that is known."""
         if (first, last) == (0, self.num_rows):
             return self
         paths = self.ancestors
         return _cut(
             self.positions[first:last], self.sequences[first:last],
             None if paths is None else paths[first:last], self.partitions, self.max_parts,
-            (last - first) * self.max_parts, ((0, last - first),),
+            (last - first) * self.max_parts if units is None else units, ((0, last - first),),
         )  # fmt: skip
 
     def workspace_bytes(self, heads: int, rank: int = 512) -> int:
@@ -114,16 +119,15 @@ def part_bytes(parts: int, heads: int, rank: int) -> int:
 
 def plan_decode(
     batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Partitions = DETERMINISTIC,
-    workspace: int = WORKSPACE, total: int | None = None,
+    workspace: int = WORKSPACE,
 ) -> DecodePlan:  # fmt: skip
     """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
-    padding. batch.max_context_len bounds what the host must know; total: no less than the sum of
-    positions + 1 over all rows, where the host knows it (blocks that sequences share count each
-    time): then one long context among short ones does not make room for as many. Where `workspace`
-    bytes do not hold the parts of all rows, several launches share it, or one row exceeds it."""
+    padding. Room is made by what the batch says of lengths: `host`, else `total_context` and
+    `max_context_len`. Where `workspace` bytes do not hold the parts of all rows, several launches
+    share it, or one row exceeds it."""
     rows = batch.num_tokens
     device = batch.positions.device
-    max_parts = partitions.count(batch.max_context_len)
+    room = _Room.of(batch, partitions)
     index = torch.arange(rows, device=device)
     owner = torch.searchsorted(batch.query_start[1:].long().contiguous(), index, right=True)
     padding = (owner >= batch.num_sequences) | (batch.positions < 0)
@@ -133,17 +137,70 @@ def plan_decode(
     if ancestors is not None:
         ancestors = torch.where(padding[:, None], -1, ancestors).to(torch.int32).contiguous()
         ancestors = ancestors if ancestors.shape[1] else None
-    bound = rows * max_parts
-    if total is not None:
-        bound = min(bound, rows + total // min(partitions.near_size, partitions.far_size))
-    each = rows
-    if max_parts > 1 and part_bytes(bound, heads, rank) > workspace:
-        each = max(1, workspace // part_bytes(max_parts, heads, rank))
-    launches = tuple((at, min(at + each, rows)) for at in range(0, rows, max(1, each)))
-    plan = _cut(positions, sequences, ancestors, partitions, max_parts, bound, launches)
+    launches = room.launches(rows, workspace // part_bytes(1, heads, rank))
+    plan = _cut(
+        positions, sequences, ancestors, partitions, room.max_parts, room.units(0, rows), launches
+    )
     if len(launches) > 1:
-        plan = replace(plan, pieces=tuple(plan.rows(*launch) for launch in launches))
+        pieces = tuple(plan.rows(*launch, room.units(*launch)) for launch in launches)
+        plan = replace(plan, pieces=pieces)
     return plan
+
+
+def known_lengths(batch: ForwardBatch) -> Tensor | None:
+    """[T] int64, on the host: positions + 1 of each row, 0 for padding. None where the host does
+    not know them."""
+    if batch.host is None:
+        return None
+    lengths = batch.host.positions + 1
+    if batch.host.num_sequences:
+        lengths[int(batch.host.query_start[-1]) :] = 0
+    return lengths
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What the host knows of how many units rows have. ends: units up to and with each row, where
+    lengths are known; most: of all rows together, beside one of each."""
+
+    max_parts: int
+    ends: tuple[int, ...] | None = None
+    most: int | None = None
+
+    @staticmethod
+    def of(batch: ForwardBatch, partitions: Partitions) -> _Room:
+        lengths = known_lengths(batch)
+        if lengths is not None:
+            counts = partitions.counts(lengths)
+            most_parts = int(counts.max()) if len(counts) else 1
+            return _Room(most_parts, tuple(counts.cumsum(0).tolist()))
+        total = batch.total_context
+        shortest = min(partitions.near_size, partitions.far_size)
+        most = None if total is None else total // shortest
+        return _Room(partitions.count(batch.max_context_len), None, most)
+
+    def units(self, first: int, last: int) -> int:
+        """No fewer than these rows have."""
+        if self.ends is not None:
+            return (self.ends[last - 1] if last else 0) - (self.ends[first - 1] if first else 0)
+        bound = (last - first) * self.max_parts
+        return bound if self.most is None else min(bound, last - first + self.most)
+
+    def launches(self, rows: int, parts: int) -> tuple[tuple[int, int], ...]:
+        """As many rows a launch as `parts` hold for sure, one at least."""
+        if self.max_parts <= 1 or self.units(0, rows) <= parts:
+            return ((0, rows),) if rows else ()
+        found, first = [], 0
+        while first < rows:
+            last = self._last(first, rows, parts)
+            found.append((first, last))
+            first = last
+        return tuple(found)
+
+    def _last(self, first: int, rows: int, parts: int) -> int:
+        lasts = range(first + 1, rows + 1)
+        fitting = bisect_right(lasts, parts, key=lambda last: self.units(first, last))
+        return first + max(1, fitting)
 
 
 def _cut(

@@ -32,7 +32,7 @@ from models.deepseek.kernels.gpu.mla_adapters import (
 )
 from models.deepseek.kernels.gpu.mla_cache import write_latents
 from models.deepseek.kernels.gpu.mla_guard import MlaGuard
-from models.deepseek.kernels.gpu.mla_plan import plan_decode
+from models.deepseek.kernels.gpu.mla_plan import known_lengths, plan_decode
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import PrefillPlan, plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import check_widths
@@ -139,8 +139,8 @@ class TritonAttention(TritonDense):
         scale: float,
         value_dim: int,
     ) -> Tensor:
-        """Lengths are asked of the device once a step. Sequences without trees of drafts only:
-        those have too few new tokens to be here."""
+        """Lengths that the host does not know are asked of the device once a step. Sequences
+        without trees of drafts only: those have too few new tokens to be here."""
         heads, rank = q.shape[1], kv_b.in_features
         nope = kv_b.out_features // heads - value_dim
         plan = self._plans.get("prefill", batch, lambda: _plan_prefill(batch))
@@ -204,7 +204,11 @@ class TritonAttention(TritonDense):
                 fp8=layer.dtype == torch.uint8, deterministic=len(self._backends) == 1,
                 graphs=self._graphs, trees=batch.ancestors is not None,
             )  # fmt: skip
-            step = MlaStep(plan_decode(batch, heads, rank), batch.block_tables, scale)
+            lengths = known_lengths(batch) if len(self._backends) > 1 else None  # ours needs none
+            step = MlaStep(
+                plan_decode(batch, heads, rank), batch.block_tables, scale,
+                None if lengths is None else lengths.tolist(),
+            )  # fmt: skip
             return self._guard.step(problem, step, self._backends)
 
         kind = ("decode", heads, rank, rope_dim, scale)  # of the models that share these kernels
@@ -218,6 +222,7 @@ class TritonAttention(TritonDense):
 
 
 def _plan_prefill(batch: ForwardBatch) -> PrefillPlan:
-    starts, context = batch.query_start.tolist(), batch.context_len.tolist()
+    known = batch if batch.host is None else batch.host
+    starts, context = known.query_start.tolist(), known.context_len.tolist()
     new = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     return plan_prefill(context, new, batch.positions.device)
