@@ -137,6 +137,12 @@ def test_halves_trees_long_contexts_and_drafts(
     for counts in ([1] * 6, [1], []):  # decode in halves asks nothing
         out = model.forward(batch(counts), cache, None, halves=True)
         assert out.logits.shape == (len(counts), 512) and out.logits.device == CUDA
+    mixed = batch([40, 1, 1])  # nor does what is cut within a prompt, where the host knows it
+    tensors = {n: x.cpu() for n, x in vars(mixed).items() if isinstance(x, torch.Tensor)}
+    fake.waits.clear()
+    tensors["query_start"] = torch.tensor([0, 40, 41, 42], dtype=torch.int32)
+    known = replace(mixed, host=replace(mixed, **tensors))
+    assert model.forward(known, cache, None, halves=True).logits.shape == (3, 512)
     tree = replace(batch([5, 1]), ancestors=torch.zeros(6, 2, dtype=torch.int32, device=CUDA))
     model.forward(tree, cache)
     model.forward(batch([3, 3], context=40_000), cache)  # parts that are merged

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from models.crossing import sent
+from models.crossing import sent_all
 from models.interface import ForwardBatch, largest_half
 
 
@@ -25,24 +28,40 @@ def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
     has logits_rows: hidden states are joined before logits are made of them. max_context_len
     and total_context stay those of the whole, as bounds: to know better is to stop a device, or
     to look at the host's own batch, which is cut as well."""
-    halves = _split(batch)
     if batch.host is None:
-        return halves
+        return _split(batch)
     first, second = _split(batch.host)
-    return replace(halves[0], host=first), replace(halves[1], host=second)
+    if _is_decode(batch):
+        halves = _split(batch)
+        return replace(halves[0], host=first), replace(halves[1], host=second)
+    cut, skipped = first.num_tokens, batch.num_sequences - second.num_sequences
+    parts = [first.query_start, first.context_len, second.query_start, second.context_len]
+    starts, context, later_starts, later_context = sent_all(parts, batch.positions.device)
+    one = _part(
+        batch, slice(0, cut), slice(0, first.num_sequences), starts, context, first.max_query_len
+    )
+    other = _part(
+        batch, slice(cut, None), slice(skipped, None), later_starts, later_context,
+        second.max_query_len,
+    )  # fmt: skip
+    return replace(one, host=first), replace(other, host=second)
+
+
+def _is_decode(batch: ForwardBatch) -> bool:
+    """A row a sequence: halves are views."""
+    return batch.max_query_len <= 1 and batch.num_sequences == batch.num_tokens
 
 
 def _split(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
     cut = largest_half(batch.num_tokens)
-    if batch.max_query_len <= 1 and batch.num_sequences == batch.num_tokens:
+    if _is_decode(batch):
         head, tail, begins = slice(0, cut), slice(cut, None), batch.query_start
         some = min(1, cut), min(1, batch.num_tokens - cut)
         return (
             _part(batch, head, head, begins[: cut + 1], None, some[0]),
             _part(batch, tail, tail, begins[cut:] - cut, None, some[1]),
         )
-    known = batch if batch.host is None else batch.host  # or one look at the device a step
-    starts: list[int] = known.query_start.tolist()
+    starts: list[int] = batch.query_start.tolist()  # on a device that knows alone: a wait
     ends = starts[1:]
     num_first = sum(start < cut for start in starts[:-1])
     skipped = sum(end <= cut for end in ends)
@@ -58,7 +77,7 @@ def _split(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
             batch,
             slice(0, cut),
             slice(0, num_first),
-            batch.query_start.new_tensor(first),
+            _starts(first, batch),
             context,
             _longest(first),
         ),
@@ -66,7 +85,7 @@ def _split(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
             batch,
             slice(cut, None),
             slice(skipped, None),
-            batch.query_start.new_tensor(second),
+            _starts(second, batch),
             None,
             _longest(second),
         ),
@@ -94,6 +113,10 @@ def _part(
         ancestors=None if batch.ancestors is None else batch.ancestors[rows],
         total_context=batch.total_context,
     )
+
+
+def _starts(starts: list[int], batch: ForwardBatch) -> Tensor:
+    return sent(torch.tensor(starts, dtype=batch.query_start.dtype), batch.query_start.device)
 
 
 def _longest(starts: list[int]) -> int:
