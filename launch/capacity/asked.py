@@ -13,7 +13,6 @@ from typing import Any
 
 from dispatch import parse_dispatch
 from dispatch.base import DispatchError
-from ep.trace import TraceError, read_trace
 from launch.capacity.balance import FloatArray, balance
 from launch.capacity.deployment import (
     PRESETS,
@@ -29,11 +28,12 @@ from launch.capacity.hardware import Gpu, profile, profiles
 from launch.capacity.known import load_shape
 from launch.capacity.memory import memory
 from launch.capacity.node import Node
-from launch.capacity.predict import Workload, predict
+from launch.capacity.predict import MODELS, By, Prediction, Workload, predict
 from launch.capacity.remedies import errors
 from launch.capacity.report import Limits, Plan, report
 from launch.capacity.rules import broken, choose_dispatch, largest_batch
 from launch.capacity.shape import ModelShape
+from launch.capacity.trace_loads import trace_loads
 from launch.capacity.values import Values
 
 AUTO = "auto"
@@ -78,13 +78,14 @@ class Typed:
     ttft: str | None = None
     tpot: str | None = None
     max_gpus: str | None = None
+    predict: str | None = None
 
 
 @dataclass(frozen=True)
 class Asked:
     """bases: a deployment a phase that is asked for. groups: of `groups.WISHES`. auto_redundant,
     auto_batch, auto_tokens: to be chosen for them, as a dispatch of "auto" is. loads [L, E]: of
-    each phase, and their source; None: typical."""
+    each phase, and their source; None: typical. by: as for `predict`."""
 
     bases: list[Deployment]
     work: Workload
@@ -100,6 +101,7 @@ class Asked:
     auto_redundant: bool
     auto_batch: bool
     auto_tokens: bool
+    by: By
 
     def loads_of(self, d: Deployment) -> FloatArray | None:
         return None if self.loads is None else self.loads[d.phase]
@@ -115,6 +117,7 @@ class Asked:
                     spread=chosen.balance,
                     others=others,
                     price=self.price,
+                    by=self.by,
                     longest=self.longest,
                     node=self.node,
                     limits=self.limits,
@@ -137,7 +140,7 @@ class Asked:
         d = replace(self._spare(base), groups=groups)
         spread = balance(d, self.loads_of(d), self.source)
         d = self._filled(spread.of(d))
-        return Placed(d, spread, predict(d, self.work, self.price))
+        return Placed(d, spread, self._predicted(d))
 
     def _followed(self, base: Deployment, d: Deployment, other: Deployment) -> Deployment:
         """What would be planned with the fields of other that are not those of d typed; its balance
@@ -171,8 +174,11 @@ class Asked:
         if d.phase == "decode" and self.auto_batch:
             d = replace(d, sequences=self._batch(d))
         if d.phase == "prefill" and self.auto_tokens:
-            d = replace(d, tokens=_step(d, self.work, self.limits.ttft))
+            d = replace(d, tokens=self._step(d))
         return d
+
+    def _predicted(self, d: Deployment) -> Prediction:
+        return predict(d, self.work, self.price, by=self.by)
 
     def _batch(self, d: Deployment) -> int:
         """The largest that memory, the way to dispatch and the limit of TPOT allow; 1 if none."""
@@ -183,25 +189,25 @@ class Asked:
         low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
-            tpot = predict(replace(d, sequences=middle), self.work).tpot
+            tpot = self._predicted(replace(d, sequences=middle)).tpot
             low, high = (middle, high) if tpot is not None and tpot <= limit else (low, middle - 1)
         return max(largest_batch(d, self.work.context, low), 1)
 
-
-def _step(d: Deployment, work: Workload, ttft: float | None) -> int:
-    """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, the way to dispatch
-    takes it, and TTFT is kept."""
-    kv = d.kv_bytes() * work.input_tokens
-    tokens = STEP_TOKENS
-    while tokens > 256:
-        asked = replace(d, tokens=tokens)
-        waits = predict(asked, work).ttft or 0.0
-        found = errors(broken(asked, float(work.input_tokens)))
-        refused = any(v.by == ("tokens",) for v in found)
-        if memory(asked).kv > kv and not refused and (ttft is None or waits <= ttft):
-            return tokens
-        tokens //= 2
-    return tokens
+    def _step(self, d: Deployment) -> int:
+        """Halved from `STEP_TOKENS` until memory holds it and a prompt beside it, the way to
+        dispatch takes it, and TTFT is kept."""
+        length, ttft = self.work.input_tokens, self.limits.ttft
+        tokens = STEP_TOKENS
+        while tokens > 256:
+            asked = replace(d, tokens=tokens)
+            waits = self._predicted(asked).ttft or 0.0
+            found = errors(broken(asked, float(length)))
+            refused = any(v.by == ("tokens",) for v in found)
+            fits = memory(asked).kv > d.kv_bytes() * length
+            if fits and not refused and (ttft is None or waits <= ttft):
+                return tokens
+            tokens //= 2
+        return tokens
 
 
 def read(typed: Typed, search: bool = False) -> Asked:
@@ -215,7 +221,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
     work = _workload(v, typed, chosen, shape)
     loads = None
     if typed.trace is not None and shape is not None:
-        loads = _loads(v, typed.trace, typed.array, shape)
+        loads = trace_loads(v, typed.trace, typed.array, shape, PHASES)
     if typed.array is not None and typed.trace is None:
         v.problems.append(f"--array={typed.array}: goes with --trace FILE")
     only = typed.phase or (chosen.phase if chosen is not None else "both")
@@ -244,6 +250,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         "tokens": _auto(v, "--tokens", typed.tokens, first.get("tokens"), 1),
     }
     groups = v.choice("--groups", typed.groups, AUTO, WISHES)
+    by = predicted_by(v, typed.predict)
     most = v.whole("--max-gpus", typed.max_gpus, given["gpus"] or SEARCH_GPUS, 1, MOST_GPUS)
     if typed.gpus is None and start is None and not search and not unknown:
         v.problems.append("--gpus: must be given: GPUs over which experts are sharded, such as 32")
@@ -282,8 +289,15 @@ def read(typed: Typed, search: bool = False) -> Asked:
         auto_redundant=given["redundant"] is None,
         auto_batch=given["sequences"] is None,
         auto_tokens=given["tokens"] is None,
+        by=by,
         **asked,
     )
+
+
+def predicted_by(v: Values, text: str | None) -> By:
+    """Of `--predict`."""
+    chosen = v.choice("--predict", text, MODELS[0], MODELS)
+    return next(by for by in MODELS if by == chosen)
 
 
 _HOMES = ("replicated", "hosted")
@@ -358,40 +372,3 @@ def _dispatch(v: Values, text: str | None, chosen: str | None) -> dict[str, str]
         v.problems.append(f"--dispatch={text}: {error}")
         return dict.fromkeys(PHASES, AUTO)
     return {phase: wish.of(phase) for phase in PHASES}
-
-
-def _loads(
-    v: Values, path: Path, array: str | None, shape: ModelShape
-) -> dict[str, FloatArray] | None:
-    """Of each phase: of a recording its own tokens, of anything else the same for both. Layers
-    without any load are left out; columns beyond the routed experts are a hosted shared one."""
-    found: dict[str, FloatArray] = {}
-    experts = shape.config.n_routed_experts
-    for phase in PHASES:
-        try:
-            table = read_trace(path, array).totals if array else _totals(path, phase)
-        except (TraceError, OSError) as error:
-            v.problems.append(f"--trace {error}")  # which names the file
-            return None
-        if table.shape[1] not in (experts, experts + shape.config.n_shared_experts):
-            v.problems.append(
-                f"--trace={path}: has loads of {table.shape[1]} experts; the model has {experts}"
-            )
-            return None
-        table = table[:, :experts]
-        table = table[table.any(axis=1)]
-        if not len(table):
-            v.problems.append(f"--trace={path}: no layer has any load")
-            return None
-        found[phase] = table
-    return found
-
-
-def _totals(path: Path, phase: str) -> FloatArray:
-    try:
-        totals = read_trace(path, phase).totals
-        if totals.any():
-            return totals
-    except TraceError:
-        pass  # no recording: there are no phases in it
-    return read_trace(path).totals

@@ -169,6 +169,15 @@ def plan(
             rich_help_panel=OUT,
         ),
     ] = False,
+    predict: Annotated[
+        str | None,
+        _flag(
+            ASK,
+            _NAME,
+            "Steps, and so layouts, waits and prices: fitted (on published throughputs) or kernels "
+            r"(counts of bytes and FLOPs of ours) [dim]\[default: fitted][/]",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -234,7 +243,8 @@ def plan(
         "shared_memory": shared_memory,
         "max_gpus": max_gpus,
     }
-    doing = {"search": search, "validate": validate, "check": check, "plot": plot}
+    doing: dict[str, Any] = {"search": search, "validate": validate, "check": check, "plot": plot}
+    doing["predict"] = predict
     if rehearse is not None:
         asked = Rehearse(rehearse, routing, model, trace, seed, dispatch, wire, json, array)
         run_rehearsal(asked, _flags(given | doing | {"kernels": kernels}))
@@ -242,7 +252,15 @@ def plan(
     from launch.capacity.asked import Typed
     from launch.capacity.run import Run
 
-    typed = Typed(model=model, dispatch=dispatch, wire=wire, trace=trace, array=array, **given)
+    typed = Typed(
+        model=model,
+        dispatch=dispatch,
+        wire=wire,
+        trace=trace,
+        array=array,
+        predict=predict,
+        **given,
+    )
     unused = _flags({"routing": routing, "seed": seed})
     if validate:
         others = {"dispatch": dispatch, "wire": wire, "trace": trace, "array": array}

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from launch.capacity.deployment import Deployment
+from launch.capacity.predict import MODELS, By
 from launch.capacity.report import Report
 from launch.capacity.times import Step
+
+MODEL_TOLD: dict[By, str] = {"fitted": "the fitted model", "kernels": "our kernels' own counts"}
+
+
+def model_told(by: By) -> str:
+    """Of a prediction, where it is not the model that is asked when nothing is said."""
+    return "" if by == MODELS[0] else f"predicted by {MODEL_TOLD[by]}"
 
 
 def memory_parts(r: Report) -> list[tuple[str, float]]:

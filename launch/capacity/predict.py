@@ -1,19 +1,28 @@
 """What a pool gives: tokens a second, times that users see, what a million tokens cost.
 
-Knows: the model of times, what drafts gain, prices. Knows nothing of how pools are chosen
+Knows: two models of a step's time, what drafts gain, prices. Knows nothing of how pools are chosen
 (`search`) or shown.
+
+"fitted" (`times`) reckons from the model's shape; its constants were fitted on published
+throughputs. "kernels" (`kernel_step`) counts what each of our kernels moves and computes, with the
+same shares of peaks. Fitted is the default: it is nearer to what was published, held out or not
+(`moeserve plan --validate`), and those engines' kernels were not ours; how near the other is to
+ours shows on a GPU only.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from launch.capacity.deployment import Deployment
 from launch.capacity.times import Calibration, Step, decode_step, prefill_step, traffic_of
 from launch.capacity.traffic import Traffic
 
+By = Literal["fitted", "kernels"]
+MODELS: tuple[By, ...] = ("fitted", "kernels")  # of a step's time; the first is the default
+NO_KERNELS = "attention that GPUs share (tp) has no kernels here"
 CACHE_READ = 5e9  # bytes a second of a GPU at which cached latents come from host memory or a peer
 _MILLION = 1e6
 
@@ -37,8 +46,9 @@ class Prediction:
     """Of one pool. tokens_per_s: of all its GPUs; prefill: computed prompt tokens, decode: output.
     ttft, tpot: seconds; None where the pool's phase has none. ttft is that of a busy pool: half a
     step until the next one begins, then the full steps that the prompt is part of; ttft_alone of a
-    prompt that finds its GPU idle. cost: dollars a million."""
+    prompt that finds its GPU idle. cost: dollars a million. by: what the step was predicted by."""
 
+    by: By
     step: Step
     tokens_per_s: float
     per_gpu: float
@@ -53,6 +63,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "predicted_by": self.by,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.per_gpu,
             "tokens_per_s_per_node": self.per_node,
@@ -68,14 +79,25 @@ class Prediction:
 
 
 def predict(
-    d: Deployment, work: Workload, price: float | None = None, c: Calibration | None = None
+    d: Deployment,
+    work: Workload,
+    price: float | None = None,
+    c: Calibration | None = None,
+    by: By = "fitted",
 ) -> Prediction:
-    """price: dollars of a GPU-hour; None: the profile's."""
+    """price: dollars of a GPU-hour; None: the profile's. by: "fitted" all the same where attention
+    is shared, which `Prediction.by` tells."""
     c = c or Calibration()
+    by = by if has_kernels(d) else "fitted"
     a_second = (d.gpu.price if price is None else price) / 3600
     if d.phase == "prefill":
-        return _prefill(d, work, a_second, c)
-    return _decode(d, work, a_second, c)
+        return _prefill(d, work, a_second, c, by)
+    return _decode(d, work, a_second, c, by)
+
+
+def has_kernels(d: Deployment) -> bool:
+    """Whether it can be predicted by kernels: else for the reason `NO_KERNELS`."""
+    return d.tp == 1
 
 
 def mean_accepted(acceptance: float, drafts: int) -> float:
@@ -86,14 +108,15 @@ def mean_accepted(acceptance: float, drafts: int) -> float:
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
-def _decode(d: Deployment, work: Workload, a_second: float, c: Calibration) -> Prediction:
+def _decode(d: Deployment, work: Workload, a_second: float, c: Calibration, by: By) -> Prediction:
     pool = d.pool()
-    step = _decode_once(d, work, d.drafts, c)
+    step = _decode_once(d, work, d.drafts, c, by)
     gained = mean_accepted(d.acceptance, d.drafts)
     tpot = step.seconds / gained
     per_gpu = d.sequences / d.tp / tpot
-    plain = d.sequences / d.tp / _decode_once(d, work, 0, c).seconds
+    plain = _decode_once(d, work, 0, c, by) if d.drafts else step
     return Prediction(
+        by,
         step,
         tokens_per_s=per_gpu * d.gpus,
         per_gpu=per_gpu,
@@ -102,14 +125,16 @@ def _decode(d: Deployment, work: Workload, a_second: float, c: Calibration) -> P
         ttft_alone=None,
         tpot=tpot,
         tokens_a_step=gained,
-        mtp_gain=per_gpu / plain,
+        mtp_gain=per_gpu / (d.sequences / d.tp / plain.seconds),
         traffic=traffic_of(d.dispatch, d.shape, pool),
         cost={"output": a_second / per_gpu * _MILLION},
     )
 
 
-def _decode_once(d: Deployment, work: Workload, drafts: int, c: Calibration) -> Step:
+def _decode_once(d: Deployment, work: Workload, drafts: int, c: Calibration, by: By) -> Step:
     """A step that verifies so many drafts, and the MTP layer that makes them, one after another."""
+    if by == "kernels":
+        return _by_kernels(replace(d, drafts=drafts) if drafts != d.drafts else d, work, c)
     step = decode_step(d.shape, d.pool(), d.sequences * (1 + drafts), work.context, c)
     if not drafts:
         return step
@@ -118,16 +143,17 @@ def _decode_once(d: Deployment, work: Workload, drafts: int, c: Calibration) -> 
     return Step(**(asdict(step) | {"seconds": step.seconds + drafts * layer}))
 
 
-def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration) -> Prediction:
+def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration, by: By) -> Prediction:
     pool = d.pool()
     cached = work.input_tokens * work.cached_share
     computed = max(work.input_tokens - cached, 1.0)
-    step = prefill_step(d.shape, pool, d.tokens, work.input_tokens, c, cached)
+    step = _prefill_once(d, work, d.tokens, c, by)
     per_gpu = d.tokens / d.tp / step.seconds
-    one = prefill_step(d.shape, pool, min(computed, d.tokens), work.input_tokens, c, cached)
+    one = step if d.tokens <= computed else _prefill_once(d, work, computed, c, by)
     steps = math.ceil(computed / d.tokens)
     read = d.kv_bytes() / CACHE_READ
     return Prediction(
+        by,
         step,
         tokens_per_s=per_gpu * d.gpus,
         per_gpu=per_gpu,
@@ -140,3 +166,19 @@ def _prefill(d: Deployment, work: Workload, a_second: float, c: Calibration) -> 
         traffic=traffic_of(d.dispatch, d.shape, pool),
         cost={"input": a_second / per_gpu * _MILLION, "cached": a_second * read * _MILLION},
     )
+
+
+def _prefill_once(d: Deployment, work: Workload, tokens: float, c: Calibration, by: By) -> Step:
+    if by == "kernels":
+        whole = math.ceil(tokens)
+        return _by_kernels(replace(d, tokens=whole) if whole != d.tokens else d, work, c)
+    cached = work.input_tokens * work.cached_share
+    return prefill_step(d.shape, d.pool(), tokens, work.input_tokens, c, cached)
+
+
+def _by_kernels(d: Deployment, work: Workload, c: Calibration) -> Step:
+    from launch.capacity.kernel_step import kernel_step  # the kernels: modules of their own
+
+    found = kernel_step(d, work, c)
+    assert found is not None
+    return found.step

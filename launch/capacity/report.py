@@ -16,7 +16,15 @@ from launch.capacity.deployment import Deployment
 from launch.capacity.groups import Placed
 from launch.capacity.memory import Concurrency, Memory, concurrency, memory
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED, Node
-from launch.capacity.predict import Prediction, Workload, predict
+from launch.capacity.predict import (
+    MODELS,
+    NO_KERNELS,
+    By,
+    Prediction,
+    Workload,
+    has_kernels,
+    predict,
+)
 from launch.capacity.remedies import WARNING, Violation, errors
 from launch.capacity.rules import violations
 from launch.capacity.times import Calibration
@@ -51,7 +59,7 @@ class Report:
     not hold it (`predicted`: None there). kv_bytes: of a token,
     BF16 and FP8, in the main model's layers; mtp_kv_bytes: beside them, where tokens are drafted.
     longest: positions that a static reservation holds. others: the same by other policies for
-    groups of experts, which give less."""
+    groups of experts, which give less. by: what was asked for, as for `predict`."""
 
     deployment: Deployment
     work: Workload
@@ -65,6 +73,7 @@ class Report:
     prediction: Prediction
     violations: list[Violation]
     price: float
+    by: By
 
     @property
     def caches_of_a_node(self) -> int:
@@ -83,10 +92,23 @@ class Report:
 
         return None if self.predicted is None else kernel_step(self.deployment, self.work)
 
+    @cached_property
+    def steps(self) -> dict[By, float]:
+        """Seconds of the same step by each model that knows it; none where it does not fit."""
+        if self.predicted is None:
+            return {}
+        found = {self.prediction.by: self.prediction.step.seconds}
+        for by in MODELS:
+            if by not in found and (by == "fitted" or has_kernels(self.deployment)):
+                found[by] = predict(self.deployment, self.work, self.price, by=by).step.seconds
+        return found
+
     @property
     def notes(self) -> list[str]:
         """What is assumed, and what of the prediction rests on less than the rest does."""
         d, found = self.deployment, []
+        if self.by == "kernels" and not has_kernels(d):
+            found.append(f"{d.phase}: {NO_KERNELS}: predicted by the fitted model instead")
         if d.redundant:
             found.append(means_told(d))
         found += unquantised(d)
@@ -110,7 +132,8 @@ class Report:
         ttft, share = self.prediction.ttft, self.work.cached_share
         if ttft is None or not share:
             return []
-        plain = predict(self.deployment, replace(self.work, cached_share=0.0), self.price).ttft
+        nothing = replace(self.work, cached_share=0.0)
+        plain = predict(self.deployment, nothing, self.price, by=self.by).ttft
         if plain is None or ttft <= plain:
             return []
         return [
@@ -162,6 +185,7 @@ class Report:
                 for c in self.concurrency
             ],
             "prediction": self._prediction_json(),
+            "step_s_by": {by: self.steps.get(by) for by in MODELS},
             "kernels": self.kernels and self.kernels.as_json(),
             "notes": self.notes,
             "violations": [v.as_json() for v in self.violations],
@@ -224,6 +248,7 @@ class Plan:
             },
             "workload": asdict(work),
             "price_per_gpu_hour": self.reports[0].price,
+            "predict": self.reports[0].by,
             "prediction": {
                 "prefill_tokens_per_s_per_node": prefill and prefill.per_node,
                 "decode_tokens_per_s_per_node": decode and decode.per_node,
@@ -257,6 +282,7 @@ def report(
     spread: Balance | None = None,
     others: Sequence[Placed] = (),
     price: float | None = None,
+    by: By = MODELS[0],
     longest: int | None = None,
     node: Node | None = None,
     limits: Limits | None = None,
@@ -271,7 +297,7 @@ def report(
     plain, small = d.shape.kv_bytes(False), d.shape.kv_bytes(True)
     longest = longest or d.shape.config.max_position_embeddings
     lengths = sorted({*(x for x in LENGTHS if x <= longest), longest})
-    prediction = predict(d, work, price, calibration)
+    prediction = predict(d, work, price, calibration, by)
     found = violations(d, _held(d, work), node, follow)
     return Report(
         deployment=d,
@@ -291,6 +317,7 @@ def report(
             *_lengths(d, work, longest),
         ],
         price=d.gpu.price if price is None else price,
+        by=by,
     )
 
 

@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.capacity.asked import Asked, Typed, read
+from launch.capacity.asked import Asked, Typed, predicted_by, read
 from launch.capacity.candidates import Candidate
+from launch.capacity.predict import MODELS, By
 from launch.capacity.report import named_otherwise, unquantised
 from launch.capacity.search import Found, Ratio, ratio, search
 from launch.capacity.searching import told
 from launch.capacity.validate import Validation, validate
+from launch.capacity.values import Values
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted
 
@@ -45,14 +47,15 @@ class Run:
     def run(self) -> None:
         """ConfigError for flags; RulesViolated after everything was shown."""
         asked = self._asked()
-        if asked is None:
-            self._validate()
+        if isinstance(asked, str):
+            self._validate(asked)
         elif self.search:
             self._search(asked)
         else:
             self._plan(asked)
 
-    def _asked(self) -> Asked | None:
+    def _asked(self) -> Asked | By:
+        """What a validation asks for is only by which model."""
         mode = "--validate" if self.validate else "--search" if self.search else "plan MODEL"
         unused = list(self.unused)
         unused += ["--kernels"] if self.kernels and (self.search or self.validate) else []
@@ -84,15 +87,20 @@ class Run:
             problems.append(f"--plot={self.plot}: must end in one of {', '.join(PICTURES)}")
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             problems.append(f"--plot={self.plot}: no folder {self.plot.parent}")
-        asked = None
-        if not self.validate:
-            try:
-                asked = read(self.typed, self.search)
-            except ConfigError as error:
-                problems += error.problems
+        asked: Asked | By = MODELS[0]
+        try:
+            asked = self._model() if self.validate else read(self.typed, self.search)
+        except ConfigError as error:
+            problems += error.problems
         if problems:
             raise ConfigError(problems)
         return asked
+
+    def _model(self) -> By:
+        v = Values()
+        by = predicted_by(v, self.typed.predict)
+        v.check()
+        return by
 
     def _plan(self, asked: Asked) -> None:
         plan = asked.plan()
@@ -119,6 +127,7 @@ class Run:
                 asked.most_gpus,
                 asked.price,
                 asked.loads_of(base),
+                by=asked.by,
                 every=self.plot is not None,  # a picture shows them all
                 progress=shown,
             )
@@ -145,8 +154,8 @@ class Run:
         verb = "have" if none > 1 else "has"
         self._end(f"{counted(none, 'phase')} {verb} no layout within the limits", none)
 
-    def _validate(self) -> None:
-        found: Validation = validate()
+    def _validate(self, by: By) -> None:
+        found: Validation = validate(by=by)
         if self.plot is not None:
             from launch.capacity.picture_points import draw_validation
 
@@ -186,6 +195,7 @@ def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[
         "limits": {"ttft_s": asked.limits.ttft, "tpot_s": asked.limits.tpot},
         "workload": asdict(asked.work),
         "price_per_gpu_hour": d.gpu.price if asked.price is None else asked.price,
+        "predict": asked.by,
         "phases": {f.phase: _found_json(f) for f in found},
         "ratio": None if shares is None else asdict(shares),
         "cost_per_million": _costs(best),

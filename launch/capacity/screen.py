@@ -16,7 +16,14 @@ from rich.text import Text
 
 from launch.capacity.kernel_step import KernelStep
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
-from launch.capacity.parts import dollars, load_told, memory_parts, step_parts
+from launch.capacity.parts import (
+    MODEL_TOLD,
+    dollars,
+    load_told,
+    memory_parts,
+    model_told,
+    step_parts,
+)
 from launch.capacity.remedies import ERROR, errors
 from launch.capacity.report import ASSUMED, Plan, Report
 from launch.capacity.times import Step
@@ -47,6 +54,8 @@ def show_plan(plan: Plan, console: Console, kernels: bool = False) -> None:
         f"requests: prompt of {work.input_tokens:,} tokens{cached}, answer of "
         f"{work.output_tokens:,}"
     )
+    if said_by := model_told(plan.reports[0].by):
+        console.print(said_by)
     for r in plan.reports:
         show_report(r, console)
         if kernels and r.kernels is not None:
@@ -248,8 +257,9 @@ def _results(r: Report) -> Group:
     if d.drafts and decode:
         gain = f"{p.tokens_a_step:.2f} tokens a step, {p.mtp_gain:.2f} x without"
         said.add_row(f"MTP, {counted(d.drafts, 'draft')} at {d.acceptance:.0%}", gain)
-    if r.kernels is not None:
-        said.add_row("a step by our kernels' counts", f"{1e3 * r.kernels.seconds:,.1f} ms")
+    for by, seconds in r.steps.items():
+        if by != p.by:
+            said.add_row(f"a step by {MODEL_TOLD[by]}", f"{1e3 * seconds:,.1f} ms")
     t = p.traffic
     said.add_row("sent a token a layer, within nodes", f"{t.within / 1e3:,.1f} kB")
     said.add_row("sent a token a layer, across nodes", f"{t.across / 1e3:,.1f} kB")

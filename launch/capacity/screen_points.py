@@ -7,6 +7,7 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
+from launch.capacity.parts import MODEL_TOLD, model_told
 from launch.capacity.screen import table, titled
 from launch.capacity.validate import Point, Validation
 
@@ -31,9 +32,8 @@ _MEANS = {
 def show_validation(v: Validation, console: Console) -> None:
     """Nothing is cut or folded into letters at 80 columns: what says much goes below the tables."""
     for unit, name in (("tok/s/node", "tokens/s a node"), ("us", "microseconds")):
-        console.print(
-            _points([p for p in v.points if p.unit == unit and p.error is not None], name)
-        )
+        points = [p for p in v.points if p.unit == unit and p.error is not None]
+        console.print(_points(points, f"{name} ({by})" if (by := model_told(v.by)) else name))
     console.print("[bold]published, but not predicted[/]")
     for p in v.points:
         if p.error is None:
@@ -47,10 +47,13 @@ def show_validation(v: Validation, console: Console) -> None:
         f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
     )
     console.print(v.told())
-    console.print(
-        f"by our kernels' counts of bytes and FLOPs, same constants: median error of throughputs "
-        f"{v.median_error_by_kernels():.1%} (each: --json)"
-    )
+    for by, errors in v.models().items():
+        known = len(v.throughputs[by])
+        console.print(
+            f"{known} throughputs by {MODEL_TOLD[by]}: median error {errors['median_error']:.1%}, "
+            f"held out {errors['median_error_held_out']:.1%}, worst {errors['worst_error']:.1%}"
+        )
+    console.print("both with the constants above, which only the fitted model was drawn to")
 
 
 def _points(points: list[Point], unit: str) -> Group:

@@ -17,7 +17,7 @@ from launch.capacity.candidates import Candidate, Pools, leaders, pareto
 from launch.capacity.deployment import Deployment
 from launch.capacity.groups import policies
 from launch.capacity.memory import sequences_that_fit
-from launch.capacity.predict import Workload, predict
+from launch.capacity.predict import MODELS, By, Workload, predict
 from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
 from launch.capacity.rules import ORDER, broken
@@ -71,15 +71,20 @@ def search(
     price: float | None = None,
     loads: FloatArray | None = None,
     calibration: Calibration | None = None,
+    by: By = MODELS[0],
     every: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Found:
     """Of the phase of base, whose model, GPU, formats and acceptance are kept. most_gpus: of a
-    pool. loads: as for `balance`, which prices redundancy. every: price every layout, as a picture
-    of them needs; else leave out pools that can neither be in the front nor near the best, however
-    even their experts: the answer is the same, and placing experts takes most of the time.
-    progress: told pools that are done, and all."""
+    pool. loads: as for `balance`, which prices redundancy. by: as for `predict`. every: price every
+    layout, as a picture of them needs; else leave out pools that can neither be in the front nor
+    near the best, however even their experts: the answer is the same, and placing experts takes
+    most of the time. progress: told pools that are done, and all."""
     c = calibration or Calibration()
+
+    def priced_as(d: Deployment) -> Candidate:
+        return Candidate(d, predict(d, work, price, c, by))
+
     limit = limits.tpot if base.phase == "decode" else limits.ttft
     length = work.context if base.phase == "decode" else float(work.input_tokens)
     tried, possible = 0, []
@@ -87,7 +92,7 @@ def search(
         steps = list(_decodes(pool) if base.phase == "decode" else _prefills(pool))
         tried += len(steps)
         ways = [_way(d, length) for d in steps]
-        possible.append([Candidate(d, predict(d, work, price, c)) for d in ways if d is not None])
+        possible.append([priced_as(d) for d in ways if d is not None])
 
     def priced(layouts: list[Candidate]) -> list[Candidate]:
         """Of one pool, whose experts are placed once for each policy for groups that is worth it;
@@ -98,7 +103,7 @@ def search(
             for groups in policies(x.deployment):
                 d = balance(replace(x.deployment, groups=groups), loads).of(x.deployment)
                 way = _way(d, length) if d.dispatch == "torch" else d
-                made += [] if way is None else [Candidate(way, predict(way, work, price, c))]
+                made += [] if way is None else [priced_as(way)]
             found += [min(made, key=lambda y: y.prediction.step.seconds)] if made else []
         return found
 
@@ -109,9 +114,11 @@ def search(
         pools.price_all()
     else:
         pools.price_leaders(limit)
-    refined = _refined if base.phase == "decode" else _refined_step
-    kept = [x for x in pools.priced() if x.keeps(limit)]
-    closer = [refined(x, length, limit, work, price, c) for x in leaders(kept)]
+    best_few = leaders([x for x in pools.priced() if x.keeps(limit)])
+    if base.phase == "decode":
+        closer = [_refined(x, length, limit, priced_as) for x in best_few]
+    else:
+        closer = [_refined_step(x, length, limit, priced_as, work) for x in best_few]
     if not every:
         pools.price_front(closer)
     allowed = pools.priced() + closer
@@ -126,9 +133,7 @@ def _refined(
     x: Candidate,
     length: float,
     limit: float | None,
-    work: Workload,
-    price: float | None,
-    c: Calibration,
+    priced_as: Callable[[Deployment], Candidate],
 ) -> Candidate:
     """With the largest batch that memory and the limit allow, up to the next one that is tried."""
     low = x.deployment.sequences // 4
@@ -136,7 +141,7 @@ def _refined(
     while low < high:
         middle = (low + high + 1) // 2
         way = _way(replace(x.deployment, sequences=4 * middle), length)
-        tried = None if way is None else Candidate(way, predict(way, work, price, c))
+        tried = None if way is None else priced_as(way)
         if tried is not None and tried.keeps(limit):
             low, x = middle, tried
         else:
@@ -148,9 +153,8 @@ def _refined_step(
     x: Candidate,
     length: float,
     limit: float | None,
+    priced_as: Callable[[Deployment], Candidate],
     work: Workload,
-    price: float | None,
-    c: Calibration,
 ) -> Candidate:
     """With the best step between the two that are tried beside it: sixteenths, and those that a
     prompt fills whole."""
@@ -160,10 +164,10 @@ def _refined_step(
     sizes = {*range(now // 2, 2 * now, now // 16), *whole}
     for tokens in sorted(n for n in sizes if now / 2 <= n <= min(2 * now, STEP_TOKENS[-1])):
         d = replace(x.deployment, tokens=tokens)
-        found = Candidate(d, predict(d, work, price, c))
+        found = priced_as(d)
         better = found.prediction.per_gpu > x.prediction.per_gpu
         if found.keeps(limit) and better and (way := _way(d, length)) is not None:
-            x = Candidate(way, predict(way, work, price, c))
+            x = priced_as(way)
     return x
 
 

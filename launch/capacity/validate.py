@@ -22,7 +22,7 @@ from launch.capacity.deployment import Deployment, Groups, Phase
 from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
 from launch.capacity.picks import Reach
-from launch.capacity.predict import Workload
+from launch.capacity.predict import MODELS, NO_KERNELS, By, Workload
 from launch.capacity.shape import ModelShape
 from launch.capacity.times import (
     Calibration,
@@ -54,8 +54,8 @@ _ERROR = 0.05  # what a fitted point is believed to be known to, as a share
 @dataclass(frozen=True)
 class Point:
     """measured and predicted in `unit`; error is predicted / measured - 1, None where nothing is
-    predicted, for the reason given. by_kernels: the same by our kernels' counts of bytes and FLOPs
-    (`kernel_step`), with the same constants; None where these know no such layout."""
+    predicted, for the reason given. by_kernels: a throughput by our kernels' counts of bytes and
+    FLOPs (`kernel_step`), with the same constants; None where these know no such layout."""
 
     id: str
     what: str
@@ -96,11 +96,15 @@ class Constant:
 class Validation:
     """before: the same points with fitted constants as they were believed to be before any point
     was seen. There are more constants than points to fit them on, so what a point says moves them
-    a little from there; what the model itself is worth is in the points held out, and in these."""
+    a little from there; what the model itself is worth is in the points held out, and in these.
+    by: what points and before are predicted by. throughputs: of each model, those that both know:
+    by kernels with constants that were fitted for the other one."""
 
     points: list[Point]
     constants: list[Constant]
     before: list[Point]
+    by: By
+    throughputs: dict[By, list[Point]]
 
     def median_error(self, *, fitted: bool | None = None, unit: str | None = None) -> float:
         """Of absolute errors, of all that are predicted, or of some of them."""
@@ -109,11 +113,16 @@ class Validation:
     def median_error_before(self, *, unit: str | None = None) -> float:
         return statistics.median(_errors(self.before, None, unit))
 
-    def median_error_by_kernels(self) -> float:
-        """Of throughputs that our kernels' counts predict."""
-        return statistics.median(
-            abs(p.by_kernels / p.measured - 1) for p in self.points if p.by_kernels is not None
-        )
+    def models(self) -> dict[By, dict[str, float]]:
+        """Errors of each model's throughputs, in the median, held out, and the worst."""
+        return {
+            by: {
+                "median_error": statistics.median(_errors(points, None, None)),
+                "median_error_held_out": statistics.median(_errors(points, False, None)),
+                "worst_error": max(_errors(points, None, None)),
+            }
+            for by, points in self.throughputs.items()
+        }
 
     def worst_error(self, *, fitted: bool | None = None) -> float:
         return max(_errors(self.points, fitted, None))
@@ -140,6 +149,7 @@ class Validation:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "predict": self.by,
             "points": [p.as_json() for p in self.points],
             "median_error": self.median_error(),
             "median_error_fitted": self.median_error(fitted=True),
@@ -148,7 +158,8 @@ class Validation:
             "worst_error_fitted": self.worst_error(fitted=True),
             "worst_error_held_out": self.worst_error(fitted=False),
             "fitted_on_points": self.fitted_on,
-            "median_error_by_kernels": self.median_error_by_kernels(),
+            "median_error_by_kernels": self.models()["kernels"]["median_error"],
+            "throughputs_by": self.models(),
             "before_fitting": {
                 "median_error": self.median_error_before(),
                 "median_error_throughput": self.median_error_before(unit=_THROUGHPUT),
@@ -173,16 +184,24 @@ def _errors(points: list[Point], fitted: bool | None, unit: str | None) -> list[
     ]
 
 
-def validate(calibration: Calibration | None = None) -> Validation:
-    """Every published point against the model of times."""
+def validate(calibration: Calibration | None = None, by: By = MODELS[0]) -> Validation:
+    """Every published point against a model of times. by: as for `predict`; constants are those
+    that were fitted for "fitted" in any case."""
     c = calibration or Calibration()
-    points = [_with_kernels(p, c) for p in _points(c)]
+    found: dict[By, list[Point]] = {name: list(_points(c, name)) for name in MODELS}
+    counted = [p.predicted if p.unit == _THROUGHPUT else None for p in found["kernels"]]
+    points = [replace(p, by_kernels=x) for p, x in zip(found[by], counted, strict=True)]
     constants = [
-        Constant(name, getattr(c, name), _moved(name, c, points), *FITTED[name]) for name in FITTED
+        Constant(name, getattr(c, name), _moved(name, c, found["fitted"]), *FITTED[name])
+        for name in FITTED
     ]
     constants += [Constant(n, getattr(c, n), (p,), None, None) for n, p in FROM_POINTS.items()]
     believed: dict[str, Any] = {name: start for name, (start, _) in FITTED.items()}
-    return Validation(points, constants, list(_points(replace(c, **believed))))
+    both = {
+        name: [p for p, x in zip(ps, counted, strict=True) if x is not None]
+        for name, ps in found.items()
+    }
+    return Validation(points, constants, list(_points(replace(c, **believed), by)), by, both)
 
 
 def _moved(name: str, c: Calibration, points: list[Point]) -> tuple[str, ...]:
@@ -196,36 +215,37 @@ def _is_fitted(p: Point) -> bool:
     return p.fitted and p.unit == _THROUGHPUT
 
 
-def _points(c: Calibration) -> Iterator[Point]:
+def _points(c: Calibration, by: By = "fitted") -> Iterator[Point]:
     published = _published()
     for entry in published["point"]:
-        predict = entry.get("predict")
+        asked = entry.get("predict")
+        reason, predicted = entry.get("not_predicted", ""), None
+        if asked is not None and (by == "fitted" or asked.get("tp", 1) == 1):
+            predicted = (_throughput if by == "fitted" else _throughput_by_kernels)(asked, c)
+        elif asked is not None:
+            reason = NO_KERNELS
         yield Point(
             id=entry["id"],
             what=entry["what"],
             unit=entry.get("unit", _THROUGHPUT),
             measured=float(entry["measured"]),
-            predicted=None if predict is None else _throughput(predict, c),
+            predicted=predicted,
             fitted=entry.get("fitted", False),
-            reason=entry.get("not_predicted", ""),
+            reason=reason,
             source=entry["source"],
         )
     for entry in published["kernels"]:
         yield from _kernels(entry, c)
 
 
-def _with_kernels(p: Point, c: Calibration) -> Point:
+def _throughput_by_kernels(asked: dict[str, Any], c: Calibration) -> float:
+    """Tokens a second a node."""
     from launch.capacity.kernel_step import kernel_step  # the kernels: modules of their own
 
-    entry = next((x for x in _published()["point"] if x["id"] == p.id and "predict" in x), None)
-    if entry is None or p.predicted is None:
-        return p
-    asked: dict[str, Any] = entry["predict"]
     d, work = _deployment(asked, c)
     step = kernel_step(d, work, c)
-    if step is None:
-        return p
-    return replace(p, by_kernels=d.gpu.per_node * asked["tokens"] / step.seconds)
+    assert step is not None
+    return d.gpu.per_node * float(asked["tokens"]) / step.seconds
 
 
 def _deployment(asked: dict[str, Any], c: Calibration) -> tuple[Deployment, Workload]:

@@ -146,9 +146,12 @@ def gate_and_shared(m: DeepSeekConfig, rows: int, hosted: int) -> list[Use]:
     picking = gate.gate_cost(rows, hidden, m.n_routed_experts, m.num_experts_per_tok)
     uses = [_added_norm(m, rows), Use("gate", "rest", "product", picking, launches=2)]
     if not hosted and m.n_shared_experts:
-        uses += mlp(m, "shared", rows, m.moe_intermediate_size, m.n_shared_experts)
-        # The sum in fp32, and its cast.
-        uses.append(_memory("add and cast", KernelCost(16 * rows * hidden, 0), launches=2))
+        pieces = m.n_shared_experts
+        uses += mlp(m, "shared", rows, m.moe_intermediate_size, pieces)
+        # Sums come home in fp32, results of the shared expert in BF16.
+        summed = KernelCost(10 * rows * hidden * pieces, 0)
+        uses.append(_memory("sum with the shared", summed, launches=pieces))
+    uses.append(_memory("cast of sums", KernelCost(6 * rows * hidden, 0)))
     return uses
 
 
@@ -164,7 +167,7 @@ def routed_experts(m: DeepSeekConfig, rows: int, experts: Experts, wire_fp8: boo
     pairs = sort_pairs.sort_pairs_cost(total, 1, len(experts.rows))
     size = 1 if _fp8(m) else 2
     moved = permute.permute_cost(total, hidden, size, -(-hidden // 128) if size == 1 else 0)
-    back = permute.unpermute_cost(max(total // m.num_experts_per_tok, 1), total, hidden)
+    back = permute.unpermute_cost(rows, total, hidden)
     return [
         *uses,
         _memory("sort_pairs", pairs, launches=4),

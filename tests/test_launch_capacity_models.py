@@ -1,0 +1,197 @@
+"""`moeserve plan --predict`: which model of a step decides batches, verdicts, layouts, prices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.capacity.asked import Typed, read
+from launch.capacity.deployment import from_preset
+from launch.capacity.kernel_step import kernel_step
+from launch.capacity.parts import step_parts
+from launch.capacity.predict import MODELS, By, Workload, predict
+from launch.capacity.search import Found, search
+from launch.capacity.validate import validate
+from launch.cli import app
+
+V3 = ["plan", "deepseek-v3", "--gpu", "h800"]
+KERNELS = ["--predict", "kernels"]
+
+
+def told(*flags: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*flags, "--json"])
+    assert done.exit_code == 0, done.exception
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+# -- one prediction --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["v3-prefill-32", "v3-decode-144", "v3-decode-320"])
+def test_a_prediction_by_kernels_is_that_of_the_kernels(preset: str) -> None:
+    d, work = from_preset(preset), Workload(4096, 1024)
+    d = replace(d, drafts=2) if d.phase == "decode" else d
+    p, step = predict(d, work, 2.0, by="kernels"), kernel_step(d, work)
+    assert step is not None and p.by == "kernels"
+    assert p.step.seconds == step.seconds
+    assert sum(x for _, x in step_parts(p.step)) == pytest.approx(step.seconds)
+    assert dict(step_parts(p.step)).get("MTP drafts", 0.0) == pytest.approx(step.drafts)
+    load = d.sequences * p.tokens_a_step if d.phase == "decode" else d.tokens
+    assert p.per_gpu == pytest.approx(load / step.seconds)
+    kind = "output" if d.phase == "decode" else "input"
+    assert p.cost[kind] == pytest.approx(2.0 / 3600 / p.per_gpu * 1e6)
+    if d.phase == "decode":
+        plain = predict(replace(d, drafts=0), work, by="kernels")
+        assert p.mtp_gain == pytest.approx(p.per_gpu / plain.per_gpu)
+    else:  # a prompt that finds its GPU idle is a step of its own
+        alone = kernel_step(replace(d, tokens=4096), work)
+        assert alone is not None and p.ttft_alone == pytest.approx(alone.seconds)
+        assert p.ttft == pytest.approx(1.5 * step.seconds)
+
+
+def test_shared_attention_is_predicted_by_the_fitted_model_and_says_so() -> None:
+    d = replace(from_preset("v3-decode-144"), tp=2)
+    assert predict(d, Workload(), by="kernels") == predict(d, Workload())
+    flags = [*V3, "--gpus", "144", "--phase", "decode", "--tp", "2"]
+    report = told(*flags, *KERNELS)["phases"]["decode"]
+    assert report["prediction"]["predicted_by"] == "fitted"
+    assert report["step_s_by"]["kernels"] is None and report["kernels"] is None
+    note = "decode: attention that GPUs share (tp) has no kernels here: predicted by the fitted"
+    assert any(x.startswith(note) for x in report["notes"])
+    assert not any(x.startswith(note) for x in told(*flags)["phases"]["decode"]["notes"])
+
+
+# -- a plan ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_by_the_model_that_was_asked_for() -> None:
+    flags = [*V3, "--gpus", "32", "--sequences", "64", "--tokens", "8192", "--price", "2"]
+    fitted, kernels = told(*flags), told(*flags, *KERNELS)
+    assert fitted == told(*flags, "--predict", "fitted")
+    assert (fitted["predict"], kernels["predict"]) == ("fitted", "kernels")
+    for phase in ("prefill", "decode"):
+        a, b = fitted["phases"][phase], kernels["phases"][phase]
+        assert a["prediction"]["predicted_by"] == "fitted"
+        assert b["prediction"]["predicted_by"] == "kernels"
+        assert a["step_s_by"] == b["step_s_by"] and a["kernels"] == b["kernels"]
+        for report, by in ((a, "fitted"), (b, "kernels")):
+            assert report["prediction"]["step_s"]["seconds"] == report["step_s_by"][by]
+        assert b["prediction"]["step_s"]["seconds"] == b["kernels"]["step_s"]
+    decode = kernels["phases"]["decode"]["step_s_by"]
+    assert kernels["prediction"]["tpot_s"] == decode["kernels"]
+    ratio = decode["kernels"] / decode["fitted"]
+    assert abs(ratio - 1) > 0.02  # else nothing of this could fail
+    a, b = (x["prediction"]["cost_per_million"] for x in (fitted, kernels))
+    assert b["output"] / a["output"] == pytest.approx(ratio)
+    assert b["input"] != a["input"] and b["cached"] == a["cached"]
+    screen = CliRunner().invoke(app, [*flags, *KERNELS]).stdout
+    assert "predicted by our kernels' own counts" in screen
+    assert "a step by the fitted model" in screen
+    screen = CliRunner().invoke(app, flags).stdout
+    assert "predicted by our" not in screen and "a step by our kernels' own counts" in screen
+
+
+def test_limits_are_held_by_the_model_that_was_asked_for() -> None:
+    """auto batches and steps, and what a limit says of given ones."""
+    flags = [*V3, "--gpus", "144", "--tpot", "50ms", "--ttft", "2"]
+    fitted, kernels = told(*flags), told(*flags, *KERNELS)
+    for said in (fitted, kernels):
+        assert said["prediction"]["tpot_s"] <= 0.05 and said["prediction"]["ttft_s"] <= 2
+        assert said["prediction"]["tpot_s"] > 0.048  # the largest batch that keeps it
+    sizes = [x["phases"]["decode"]["load"]["sequences_per_gpu"] for x in (fitted, kernels)]
+    assert sizes[1] < sizes[0]
+    flags = [*V3, "--gpus", "144", "--tpot", "50ms", "--phase", "decode"]
+    flags += ["--sequences", str(sizes[0])]
+    rules = [[v["rule"] for v in told(*flags, *more)["violations"]] for more in ([], KERNELS)]
+    assert "TPOT limit" not in rules[0] and "TPOT limit" in rules[1]
+
+
+def test_only_models_that_there_are() -> None:
+    for more in ([], ["--search"], ["--validate"]):
+        asked = ["plan", *([] if more == ["--validate"] else ["deepseek-v3", "--gpu", "h100"])]
+        asked += [] if more else ["--gpus", "32"]
+        wrong = CliRunner().invoke(app, [*asked, *more, "--predict", "kernel"])
+        assert wrong.exit_code != 0
+        said = "--predict=kernel: must be one of fitted, kernels; nearest: kernels"
+        assert said in str(wrong.exception)
+    rehearsed = CliRunner().invoke(app, ["plan", "--rehearse", "v3-decode-144", *KERNELS])
+    assert "--predict" in str(rehearsed.exception)
+
+
+# -- a search --------------------------------------------------------------------------------------
+
+
+def found(phase: str, by: By, every: bool = False) -> Found:
+    typed = Typed("deepseek-v3", gpu="h800", phase=phase, max_gpus="48", predict=by)
+    typed = replace(typed, tpot="50ms") if phase == "decode" else replace(typed, ttft="3")
+    asked = read(typed, search=True)
+    base = asked.bases[0]
+    return search(base, asked.work, asked.limits, 48, by=asked.by, every=every)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_search_prices_layouts_by_kernels(phase: str) -> None:
+    """Each is what its kernels say, none of the others' steps is; leaving pools out still changes
+    nothing, for a placement that is more even makes no step longer here either."""
+    few, whole, other = (
+        found(phase, "kernels"),
+        found(phase, "kernels", True),
+        found(phase, "fitted"),
+    )
+    assert few.best == whole.best and few.pareto == whole.pareto and few.best is not None
+    assert few.num_allowed == whole.num_allowed and len(few.allowed) <= len(whole.allowed)
+    work = Workload()
+    for x in few.pareto:
+        step = kernel_step(x.deployment, work)
+        assert step is not None and x.prediction.by == "kernels"
+        assert x.prediction.step.seconds == pytest.approx(step.seconds, rel=1e-12)
+    assert {x.prediction.by for x in other.allowed} == {"fitted"}
+    assert other.best is not None and few.best.deployment != other.best.deployment
+    # The choice is explained by the steps: by kernels the other's best gives less, or is over.
+    d = other.best.deployment
+    again = predict(d, work, by="kernels")
+    late = max(again.tpot or 0.0, again.ttft or 0.0) > (few.limit or 0.0)
+    assert late or again.per_gpu <= few.best.prediction.per_gpu
+
+
+def test_a_search_tells_by_which_model() -> None:
+    flags = [*V3, "--search", "--max-gpus", "16", "--tpot", "60ms", "--phase", "decode"]
+    fitted, kernels = told(*flags), told(*flags, *KERNELS)
+    assert (fitted["predict"], kernels["predict"]) == ("fitted", "kernels")
+    best = kernels["phases"]["decode"]["best"]["prediction"]
+    assert best["predicted_by"] == "kernels"
+    assert kernels["cost_per_million"]["output"] == best["cost_per_million"]["output"]
+    assert kernels["cost_per_million"]["output"] != fitted["cost_per_million"]["output"]
+    screen = CliRunner().invoke(app, [*flags, *KERNELS]).stdout
+    assert "predicted by our kernels' own counts" in screen
+
+
+# -- published points ------------------------------------------------------------------------------
+
+
+def test_published_points_by_both_models() -> None:
+    fitted, kernels = validate(), validate(by="kernels")
+    assert (fitted.by, kernels.by) == MODELS and fitted.models() == kernels.models()
+    assert fitted.constants == kernels.constants
+    one, two = ({p.id + p.what: p for p in v.points} for v in (fitted, kernels))
+    assert one.keys() == two.keys()
+    for key, p in one.items():
+        if p.unit != "tok/s/node":
+            assert two[key] == p  # all-to-alls are the same in both
+        elif p.by_kernels is not None:
+            assert two[key].predicted == p.by_kernels == two[key].by_kernels != p.predicted
+    tp = next(p for p in kernels.points if p.id == "13a")
+    assert tp.predicted is None and "tp" in tp.reason
+    # Why the fitted one is the default: where both predict, it is nearer, held out or not.
+    a, b = fitted.models()["fitted"], fitted.models()["kernels"]
+    assert len(fitted.throughputs["kernels"]) == len(fitted.throughputs["fitted"]) == 15
+    assert all(a[name] < b[name] for name in a) and b["worst_error"] < 0.3
+    said = told("plan", "--validate", *KERNELS)
+    assert said["predict"] == "kernels" and said["throughputs_by"] == fitted.models()
+    assert said["median_error_throughput"] == b["median_error"] < 0.12
+    assert said["median_error_by_kernels"] == b["median_error"]
