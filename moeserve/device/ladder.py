@@ -14,10 +14,10 @@ DOUBLING_TO = 16  # behind it a step of half a power more: at most a third of th
 # Positions that the rows of a captured step attend to at most, all rows together: what attention
 # makes room for, whatever the longest context is. Prefixes that sequences share count for each, so
 # the cache's size is no bound; but the host knows the sum of each step, and ranks agree on the
-# largest. 256 rows of 128 heads so leave parts of 449 MiB, in one launch. A step with more gains
-# little from being captured: at 2 x 128 x 1088 flops a position its attention takes an H200 half a
-# millisecond a layer at best, about what the host takes to launch that layer.
-MOST_CONTEXT = 3 << 19
+# largest. 256 rows of 128 heads so leave parts of 834 MiB, in one launch. A step with more gains
+# nothing from being captured: at 2 x 128 x 1088 flops a position its attention takes an H200 a
+# millisecond a layer, and the host launches a layer (30 kernels, 20 us each) in less.
+MOST_CONTEXT = 3 << 20
 
 
 def ladder(most: int) -> tuple[int, ...]:

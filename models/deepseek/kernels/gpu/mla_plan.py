@@ -25,6 +25,7 @@ from models.interface import ForwardBatch
 
 TILE = 64  # borders lie at multiples of it
 WORKSPACE = 512 << 20  # bytes of parts that a launch may leave for the merge
+CAPTURED_WORKSPACE = 1 << 30  # the same in captured steps, which all share it
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,18 @@ def part_bytes(parts: int, heads: int, rank: int) -> int:
 
 def plan_decode(
     batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Partitions = DETERMINISTIC,
-    workspace: int = WORKSPACE,
+    workspace: int | None = None,
 ) -> DecodePlan:  # fmt: skip
     """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
     padding. Room is made by what the batch says of lengths: `host`, else `total_context` and
     `max_context_len`. Where `workspace` bytes do not hold the parts of all rows, several launches
-    share it, or one row exceeds it."""
+    share it, or one row exceeds it. None: WORKSPACE, or CAPTURED_WORKSPACE where no lengths are
+    known but their sum, as captured steps have it."""
     rows = batch.num_tokens
     device = batch.positions.device
     room = _Room.of(batch, partitions)
+    if workspace is None:
+        workspace = WORKSPACE if room.most is None else CAPTURED_WORKSPACE
     index = torch.arange(rows, device=device)
     owner = torch.searchsorted(batch.query_start[1:].long().contiguous(), index, right=True)
     padding = (owner >= batch.num_sequences) | (batch.positions < 0)
