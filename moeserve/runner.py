@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dispatch.base import Dispatcher
+from models.crossing import sent_all
 from models.interface import (
     CausalLM,
     ForwardBatch,
@@ -22,15 +23,14 @@ from models.interface import (
     copy_latents,
     largest_half,
 )
-from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
 from moeserve.device.api import CudaApi
 from moeserve.device.graphs import StepGraphs
 from moeserve.device.staging import Staging
-from moeserve.logprobs import token_logprobs
 from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
+from moeserve.prompt_logprobs import Prompts
 from moeserve.recorder import StepRecorder
 from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule, Verdict, verify
@@ -128,21 +128,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> StepResult:
-        """Next tokens of the sampled sequences and log-probabilities of prompt tokens."""
+        """Next tokens of the sampled sequences and log-probabilities of prompt tokens. What is on
+        a device is waited for once."""
         if not batch.forward.logits_rows.shape[0]:
             return StepResult(token_ids=[])
-        prompt = {}
-        for rows in batch.prompt_rows:
-            part = logits[rows.first : rows.first + len(rows.next_ids)]
-            tops = [rows.top] * len(rows.next_ids)
-            prompt[rows.request_id] = token_logprobs(part, rows.next_ids, tops)
+        prompts = Prompts(batch.prompt_rows, logits)
+        prompt = prompts.told
         members = [plan.sequences[i] for i in plan.sampled]
         chosen = logits[: batch.num_chosen]
         if not plan.trees:
-            sampled = sampler.sample(chosen, members)
+            sampled = prompts.sample(chosen, members)
             return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)
         trees = [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]
-        verdicts = verify(chosen, members, trees, self.rule)
+        verdicts = verify(chosen, members, trees, self.rule, prompts.sample)
         if batch.forward.ancestors is not None:
             self._straighten(plan, batch.forward, trees, verdicts, batch.host)
         return StepResult(
@@ -177,6 +175,4 @@ class ModelRunner:
                     new.append(slots[first + place])
         if old:
             device = batch.slot_mapping.device
-            copy_latents(
-                self.cache, torch.tensor(old, device=device), torch.tensor(new, device=device)
-            )
+            copy_latents(self.cache, *sent_all([torch.tensor(old), torch.tensor(new)], device))

@@ -31,7 +31,7 @@ from moeserve.device.api import ReplayedApi
 from moeserve.device.opening import open_graphs, warm_up_prefill
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
-from moeserve.request import Request, SamplingParams
+from moeserve.request import Request, SamplingParams, ThinkingMarkers
 from moeserve.speculate.mtp import MtpDrafter
 from moeserve.speculate.verify import Rule
 
@@ -90,9 +90,14 @@ def engine_on_cuda(
 
 
 def ask(engine: Engine, number: int, length: int, **sampling: Any) -> None:
-    params = SamplingParams(max_tokens=6, ignore_eos=True, **sampling)
+    params = SamplingParams(**({"max_tokens": 6, "ignore_eos": True} | sampling))
     prompt = tuple(range(3, 3 + length))
-    engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, sampling=params))
+    engine.add_request(
+        Request(
+            request_id=str(number), prompt_token_ids=prompt, sampling=params,
+            thinking=None if params.max_thinking_tokens is None else ThinkingMarkers((3,), (9, 8)),
+        )
+    )  # fmt: skip
 
 
 def steps(engine: Engine, fake: FakeCuda) -> Iterator[list[str]]:
@@ -145,30 +150,87 @@ def test_prefill_mixed_and_captured_decode(
         assert engine.recorder is not None and engine.recorder.totals.shape[0] == 2
 
 
-def test_sampled_rows_wait_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+EDITS: dict[str, Any] = {
+    "logit_bias": {7: 2.0}, "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2,
+    "stop_token_ids": (5, 6),
+}  # fmt: skip
+RANDOM: dict[str, Any] = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 3}
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "sampled": [RANDOM, GREEDY],
+    "edited": [GREEDY | EDITS, RANDOM | EDITS, GREEDY | {"max_thinking_tokens": 1}],
+    "logprobs": [GREEDY | {"logprobs": 3}, RANDOM | EDITS | {"logprobs": 0}, GREEDY],
+    "prompt logprobs": [GREEDY | {"prompt_logprobs": 2}, RANDOM | {"prompt_logprobs": 0}],
+    "counted load": [GREEDY | {"max_tokens": 35}],  # picks are counted every 16 steps
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     with engine_on_cuda(folders["bf16"], monkeypatch) as (engine, fake):
-        ask(engine, 0, 5, temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, seed=3)
-        ask(engine, 1, 9, **GREEDY)
-        ask(engine, 2, 3, temperature=1.0, seed=4, logit_bias={7: 2.0}, presence_penalty=0.5)
-        for waits in steps(engine, fake):
-            assert len(waits) <= 1, waits
+        for number, sampling in enumerate(KINDS[kind]):
+            ask(engine, number, 7 + 30 * number, **sampling)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
         covered(fake.launches)
-        assert {"probs_kernel", "draw_kernel"} <= {launch.name for launch in fake.launches}
+        names = {launch.name for launch in fake.launches}
+        assert ({"probs_kernel", "draw_kernel"} <= names) is (kind != "counted load")
 
 
-def test_drafts(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_on_cuda(
-        folders["fp8"], monkeypatch, 2, speculate={"method": "mtp:2"}
-    ) as (engine, fake):  # fmt: skip
-        assert engine.speculator is not None
-        draft_there(engine, 2)
-        ask(engine, 0, 30, **GREEDY)
-        ask(engine, 1, 4, **GREEDY)
-        for waits in steps(engine, fake):
-            assert len(waits) <= 2, waits  # the step's tokens, and what all rounds drafted
+@pytest.mark.parametrize("halves", ["whole", "halves"])
+def test_fast_prefill_waits_for_no_lengths(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, halves: str
+) -> None:
+    sections: dict[str, Any] = {
+        "engine": {"quiet": True, "deterministic": False},
+        "schedule": {"max_model_len": MAX_LEN, "max_num_sequences": 6, "token_budget": 100},
+    }
+    with engine_on_cuda(folders["bf16"], monkeypatch, **sections) as (engine, fake):
+        engine.runner.overlap_from = 20 if halves == "halves" else None
+        ask(engine, 0, 92, **GREEDY)  # the naive form alone
+        ask(engine, 1, 5, **GREEDY)  # both
+        waits = list(steps(engine, fake))
+        ask(engine, 2, 3, **GREEDY)
+        waits.append(next(steps(engine, fake)))
+        for number, length in ((3, 70), (4, 20)):
+            ask(engine, number, length, **GREEDY)  # beside a decode
+        waits += steps(engine, fake)
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
+        covered(fake.launches)
+        assert "mla_prefill_kernel" in {launch.name for launch in fake.launches}
+
+
+# Of one step at most: for its tokens, and for all that was drafted; or for each round, where
+# the host chooses.
+DRAFTS: dict[str, tuple[str, list[dict[str, Any]], int]] = {
+    "greedy": ("same", [GREEDY, GREEDY], 2),
+    "sampled": ("same", [RANDOM, GREEDY | {"logprobs": 2}], 2),
+    "edited": ("same", [RANDOM, GREEDY | EDITS], 1 + 3),
+    "rejection, greedy": ("rejection", [GREEDY, GREEDY], 2),
+    "rejection": ("rejection", [RANDOM, RANDOM | {"logprobs": 2}], 1 + 3),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_drafts(
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rule, samplings, most = DRAFTS[kind]
+    speculate = {"method": "mtp:3", "rule": rule}
+    with engine_on_cuda(folders["fp8"], monkeypatch, 3, speculate=speculate) as (engine, fake):
+        draft_there(engine, 3, Rule(rule))
+        for number, sampling in enumerate(samplings):
+            ask(engine, number, 30 if number == 0 else 4, **sampling)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == most, [w for w in waits if len(w) > most]
         assert engine.scheduler.counters.drafted_tokens > 0
         assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
         covered(fake.launches)
+    assert capsys.readouterr().err.count("which waits for each round") == (most > 2)
 
 
 def test_planned_ahead_nothing_is_asked_and_one_event_waited_for(

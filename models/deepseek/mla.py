@@ -12,11 +12,12 @@ Shape letters: T tokens, D hidden, H heads, c kv_lora_rank, r rope dim, n nope d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from models.crossing import sent_all
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import AbsorbedMla, Kernels, MlaShape
 from models.deepseek.weights import AttentionWeights
@@ -50,12 +51,13 @@ class AttentionPlan:
 def plan_attention(batch: ForwardBatch, threshold: int | None) -> AttentionPlan:
     """threshold: new tokens from which a sequence goes the naive way; None: never.
 
-    Mixed steps are cut in two by sequences (one look at query_start, once a step).
+    Mixed steps are cut in two by sequences, by what the host knows of them; where only the device
+    knows (`batch.host`), by a look at it.
     """
     if threshold is None or batch.max_query_len < threshold:
         return AttentionPlan(batch, None, None, None)
-    lengths = batch.query_start[1:] - batch.query_start[:-1]
-    is_long = lengths >= threshold
+    starts = (batch if batch.host is None else batch.host).query_start
+    is_long = starts[1:] - starts[:-1] >= threshold
     if bool(is_long.all()):
         return AttentionPlan(None, None, batch, None)
     long_part, long_rows = _select(batch, is_long.nonzero().squeeze(1))
@@ -64,26 +66,40 @@ def plan_attention(batch: ForwardBatch, threshold: int | None) -> AttentionPlan:
 
 
 def _select(batch: ForwardBatch, sequences: Tensor) -> tuple[ForwardBatch, Tensor]:
-    lengths = (batch.query_start[1:] - batch.query_start[:-1])[sequences].to(torch.int64)
+    """sequences [S']: where the lengths are known. -> their part, and its rows on the device."""
+    known = batch if batch.host is None else batch.host
+    lengths = (known.query_start[1:] - known.query_start[:-1])[sequences].to(torch.int64)
     starts = torch.zeros(len(sequences) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=starts[1:])
-    first = batch.query_start[:-1][sequences].to(torch.int64) - starts[:-1]
+    first = known.query_start[:-1][sequences].to(torch.int64) - starts[:-1]
     rows = torch.arange(int(starts[-1]), device=lengths.device)
     rows = rows + first.repeat_interleave(lengths)
-    context = batch.context_len[sequences]
-    part = ForwardBatch(
+    longest = int(lengths.max()), int(known.context_len[sequences].max())
+    starts = starts.to(known.query_start.dtype)
+    part = _part(known, sequences, rows, starts, *longest)
+    if batch.host is None:
+        return part, rows
+    sequences, rows, starts = sent_all([sequences, rows, starts], batch.positions.device)
+    return replace(_part(batch, sequences, rows, starts, *longest), host=part), rows
+
+
+def _part(
+    batch: ForwardBatch, sequences: Tensor, rows: Tensor, starts: Tensor,
+    max_query_len: int, max_context_len: int,
+) -> ForwardBatch:  # fmt: skip
+    return ForwardBatch(
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
         slot_mapping=batch.slot_mapping[rows],
-        query_start=starts.to(batch.query_start.dtype),
-        context_len=context,
+        query_start=starts,
+        context_len=batch.context_len[sequences],
         block_tables=batch.block_tables[sequences],
         logits_rows=rows[:0],
-        max_query_len=int(lengths.max()),
-        max_context_len=int(context.max()),
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
         ancestors=None if batch.ancestors is None else batch.ancestors[rows],
+        total_context=batch.total_context,
     )
-    return part, rows
 
 
 class Attention:

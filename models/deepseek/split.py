@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from models.crossing import sent
-from models.crossing import sent_all
+from models.crossing import sent, sent_all
 from models.interface import ForwardBatch, largest_half
 
 

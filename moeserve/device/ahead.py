@@ -5,8 +5,8 @@ knows yet; the next step's rows get it on the device (`known_on_device`), and on
 under way the host reads the tokens, tells them and sees who has ended. The row of a sequence that
 had ended is computed in vain (`num_wasted_rows`). Tokens are those of steps one after the other.
 
-Steps that need tokens on the host (penalties, log-probabilities) are waited for at once; there is
-no speculation beside it, which drafts from a step's tokens.
+Steps that need tokens on the host (penalties, log-probabilities of a prompt) are waited for at
+once; there is no speculation beside it, which drafts from a step's tokens.
 
 Knows scheduler and engine, whose parts it overrides. The rule of order, for step k: plan and launch
 k; read k - 1 (`resolve`); count what k computes (`advance`). So what `advance` shares in the prefix
@@ -20,11 +20,12 @@ from __future__ import annotations
 import time
 from bisect import insort
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from models.crossing import packed, unpacked
 from models.interface import ForwardOutput
 from moeserve import sampler
 from moeserve.batch import StepBatch
@@ -38,7 +39,10 @@ from moeserve.sampler import Sampled
 from moeserve.scheduler import Scheduler
 from moeserve.sequence import SamplingNeeds, Sequence
 
-ON_HOST = SamplingNeeds.EDITED | SamplingNeeds.LOGPROBS  # want earlier tokens, or are read at once
+if TYPE_CHECKING:
+    from moeserve.sampler_device import Choice
+
+ON_HOST = SamplingNeeds.EDITED  # want earlier tokens
 
 
 def stand_in(place: int) -> int:
@@ -73,21 +77,20 @@ class AtOnce:
 
 
 class OnTheWay:
-    """Tokens and whether a row has none, copied to pinned memory behind the step's kernels."""
+    """What rows chose, copied to pinned memory behind the step's kernels."""
 
-    def __init__(self, api: DeviceApi, tokens: Tensor, failed: Tensor) -> None:
-        self.tokens = tokens
-        told = torch.stack((tokens, failed.to(torch.int64)))  # [2, O]
-        self._host = api.pinned(told.nbytes).view(torch.int64).view(2, -1)
-        self._host.copy_(told, non_blocking=True)
+    def __init__(self, api: DeviceApi, choice: Choice) -> None:
+        self.tokens = choice.tokens
+        self._choice = choice
+        there = packed(choice.tensors)
+        self._host = api.pinned(there.nbytes)
+        self._host.copy_(there, non_blocking=True)
         self._event = api.event()
         self._event.record()
 
     def wait(self) -> Sampled:
         self._event.wait()
-        tokens, failed = self._host.tolist()
-        said = "the model's logits are not finite"
-        return Sampled(tokens, {}, {j: said for j, bad in enumerate(failed) if bad})
+        return self._choice.sampled(unpacked(self._host, self._choice.tensors))
 
 
 def choose_later(logits: Tensor, members: list[Sequence], api: DeviceApi | None) -> Chosen:
@@ -95,12 +98,9 @@ def choose_later(logits: Tensor, members: list[Sequence], api: DeviceApi | None)
     if logits.device.type != "cuda" or api is None:
         sampled = sampler.sample(logits, members)
         return AtOnce(torch.tensor(sampled.token_ids, dtype=torch.int64), sampled)
-    from models.deepseek.kernels.gpu.sampling import sample
-    from moeserve.sampler_device import cuts_of
+    from moeserve.sampler_device import choose  # has kernels
 
-    random = any(s.needs & SamplingNeeds.RANDOM for s in members)
-    chosen = sample(logits, cuts_of(members, logits.device) if random else None)
-    return OnTheWay(api, chosen.tokens, chosen.failed)
+    return OnTheWay(api, choose(logits, members))
 
 
 # -- the scheduler's part -----------------------------------------------------------------------
@@ -304,7 +304,7 @@ class AheadEngine(Engine):
         try:
             sampled = late.chosen.wait()
             self._part("sampling", time.perf_counter() - start)
-            result = StepResult(sampled.token_ids, {}, {}, sampled.failed)
+            result = StepResult(sampled.token_ids, sampled.logprobs, {}, sampled.failed)
             self._early += self._ahead.resolve(late.plan, result)
         except Exception as error:  # said in the next vote
             self._broken = f"reading a step's tokens failed: {one_line(error)}"
