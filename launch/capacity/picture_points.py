@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.capacity.canvas import FAINT, INK, PAPER, head, new_figure, plain, save
-from launch.capacity.parts import MODEL_TOLD
+from launch.capacity.parts import model_told
 from launch.capacity.validate import Point, Validation
 
 _ROUND, _SQUARE = "#1f4e79", "#b5651d"
@@ -39,8 +39,8 @@ def draw_validation(v: Validation, path: Path) -> None:
     throughput = v.median_error(unit="tok/s/node")
     below_title = [
         f"median error {v.median_error():.1%}; of throughputs {throughput:.1%}; "
-        f"of points held out {v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all); "
-        f"by {MODEL_TOLD[v.by]}",
+        f"of points held out {v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all)"
+        + (f"; {by}" if (by := model_told(v.by)) else ""),
         "band: 10 %   ·   filled: constants were fitted on it   ·   open: held out",
     ]
     head(figure, title, below_title)
