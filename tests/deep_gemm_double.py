@@ -31,6 +31,7 @@ class Library:
     def __init__(self, arch: int = 90, alignment: int = 128) -> None:
         self._arch, self._alignment = arch, alignment
         self.calls: list[str] = []
+        self.words = 0  # products whose weight came with packed scales
 
     def get_mk_alignment_for_contiguous_layout(self) -> int:
         return self._alignment
@@ -105,11 +106,14 @@ class Library:
         assert codes.shape[-1] == width and width % 128 == 0
         assert d.shape == (*codes.shape[:-1], columns)
         self._check_scales(codes, scales, stacked)
+        if blocks.dtype == torch.int32:  # as if rows had scales of their own
+            self.words += 1
+            return self._check_scales(weight, blocks, stacked)
         assert blocks.shape == (*weight.shape[:-2], -(-columns // 128), width // 128)
         assert blocks.dtype == torch.float32 and blocks.is_contiguous()
         if stacked:
             assert blocks.stride(0) == blocks.shape[1] * blocks.shape[2]
-        self._powers(blocks)
+        return self._powers(blocks)
 
     def _check_scales(self, codes: Tensor, scales: Tensor, stacked: bool) -> None:
         blocks = codes.shape[-1] // 128
@@ -135,7 +139,9 @@ class Library:
         flat = scales.reshape(-1, scales.shape[-1])
         return widen_rows(codes.reshape(-1, codes.shape[-1]), flat).view(codes.shape)
 
-    @staticmethod
-    def _weight(codes: Tensor, blocks: Tensor) -> Tensor:
+    @classmethod
+    def _weight(cls, codes: Tensor, blocks: Tensor) -> Tensor:
+        if blocks.dtype == torch.int32:
+            return cls._rows(codes, blocks)
         wide = blocks.repeat_interleave(128, -2).repeat_interleave(128, -1)
         return codes.double() * wide[..., : codes.shape[-2], :].double()

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from deep_gemm_double import Library
 from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
 
 from ep.group import EPGroup
+from models.deepseek.kernels.gpu.gemm_choice import Gemms
+from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm
 from models.deepseek.kernels.gpu.launches import Launch, recorded_launches, uncovered
 from models.deepseek.kernels.gpu.norm import rms_norm
 from models.deepseek.kernels.gpu.registry import all_cases
@@ -250,6 +253,30 @@ def test_planned_ahead_nothing_is_asked_and_one_event_waited_for(
             api.calls.clear()
         assert max(waits) == 1 and waits[0] == 0
         assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
+        covered(fake.launches)
+
+
+def test_experts_by_a_library(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepGEMM makes the products of routed experts, eager and captured; no host waits for it."""
+    double = Library(90)
+
+    class WithLibrary(UnlaunchedKernels):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.gemms = Gemms(90, [DeepGemm(double, 90)])
+
+    monkeypatch.setattr(sys.modules[__name__], "UnlaunchedKernels", WithLibrary)
+    fast = {"quiet": True, "deterministic": False}
+    with engine_on_cuda(folders["fp8"], monkeypatch, engine=fast) as (engine, fake):
+        graphs = engine.runner.graphs
+        captured = double.calls.count("owners")
+        assert graphs is not None and captured >= 2 * len(graphs.rungs)
+        for number, length in enumerate((30, 1, 20)):
+            ask(engine, number, length, **GREEDY)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
+        assert graphs.num_replays >= 3 and double.calls.count("owners") > captured
+        assert "grouped_gemm_kernel" not in {launch.name for launch in fake.launches}
         covered(fake.launches)
 
 

@@ -27,6 +27,7 @@ from models.deepseek.kernels.gpu.gemm_adapters import (
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm, owners_of_rows, parameters
 from models.deepseek.kernels.gpu.quant import quantise
+from models.deepseek.kernels.gpu.weights import words_of
 
 BF16 = torch.bfloat16
 COLUMN = ScaleFormat.F32_COLUMN
@@ -142,6 +143,33 @@ def test_packed_scales_on_sm_100() -> None:
         a, scales = rows(1, 6, 1024, form=form, ue8m0=True)
         stacked, counts = (b[0][None], b[1][None]), torch.tensor([5], dtype=torch.int32)
         assert check_gemm_against_ours(adapter, "masked", a, scales, *stacked, counts) < AGREES
+
+
+def test_words_of_weights_on_sm_100() -> None:
+    """The same product, and nothing is packed at each call; on sm_90 nobody has made any."""
+    adapter, double = library(100, alignment=8)
+    ends = torch.tensor([3, 13], dtype=torch.int32)
+    a, scales = rows(16, 640, form=ScaleFormat.UE8M0_COLUMN, ue8m0=True)
+    b, blocks = weight(2, 192, 640, ue8m0=True)
+    words = words_of(blocks, 192)
+    want = adapter.contiguous(a, scales, b, blocks, ends, BF16, alignment=8)
+    got = adapter.contiguous(a, scales, b, words, ends, BF16, alignment=8)
+    assert torch.equal(got[:3], want[:3]) and torch.equal(got[8:13], want[8:13])
+    flat = adapter.dense(a, scales, b[1], words_of(blocks[1], 192), BF16)
+    assert torch.equal(flat, adapter.dense(a, scales, b[1], blocks[1], BF16))
+    counts = torch.tensor([13], dtype=torch.int32)
+    masked = adapter.masked(a[None], scales[None], b[1:], words[1:], counts, BF16)
+    assert torch.equal(masked[0, 8:13], got[8:13]) and double.words == 3
+    with pytest.raises(ShapeRefused, match="on sm_100 int32"):
+        adapter.dense(a, scales, b[1], words[1].contiguous(), BF16)
+    with pytest.raises(ShapeRefused, match="on sm_100 int32"):
+        library(90)[0].dense(*rows(16, 640), b[1], words[1], BF16)
+    gemms = Gemms(100, [adapter])
+    assert gemms.packs_weights and not Gemms(90, [adapter]).packs_weights
+    got = gemms.dense(a, scales, b[0], blocks[0], ue8m0=True, b_words=words[0])
+    assert double.words == 4 and not Gemms(100).packs_weights
+    off = (got.float() - fp8_gemm(a, scales, b[0], blocks[0]).float()).abs().max()
+    assert off <= AGREES * got.float().abs().max()
 
 
 def test_what_psum_reads_by_rows_goes_by_owners() -> None:

@@ -127,16 +127,8 @@ def check_operands(
 ) -> ScaleView:
     """a [.., M, K], b [e, N, K] and their scales belong together; the view of a's scales.
     ShapeRefused, naming what does not."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ShapeRefused(f"dtype={dtype}: torch.bfloat16 or torch.float32")
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.dtype != torch.float8_e4m3fn or tensor.stride(-1) != 1:
-            raise ShapeRefused(
-                f"{name}={tensor.dtype}, strides {tensor.stride()}: float8_e4m3fn, K contiguous"
-            )
+    check_codes(a, b, dtype)
     experts, columns, width = b.shape
-    if not width or not columns or a.shape[-1] != width:
-        raise ShapeRefused(f"a={list(a.shape)}, b={list(b.shape)}: the same K, at least 1, N >= 1")
     wanted = (experts, *scale_shape((columns, width), BLOCK))
     if (
         b_scales.dtype != torch.float32
@@ -145,6 +137,20 @@ def check_operands(
     ):
         raise ShapeRefused(f"b_scales={b_scales.dtype} {list(b_scales.shape)}: float32 {wanted}")
     return view_scales(a_scales, a.shape[-2], width)
+
+
+def check_codes(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    """As check_operands, without scales."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ShapeRefused(f"dtype={dtype}: torch.bfloat16 or torch.float32")
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype != torch.float8_e4m3fn or tensor.stride(-1) != 1:
+            raise ShapeRefused(
+                f"{name}={tensor.dtype}, strides {tensor.stride()}: float8_e4m3fn, K contiguous"
+            )
+    _, columns, width = b.shape
+    if not width or not columns or a.shape[-1] != width:
+        raise ShapeRefused(f"a={list(a.shape)}, b={list(b.shape)}: the same K, at least 1, N >= 1")
 
 
 def fp8_gemm_twin(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:

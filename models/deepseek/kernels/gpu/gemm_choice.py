@@ -54,6 +54,7 @@ class Gemms:
         self._reasons: dict[str, None] = {}
         self._proven: set[tuple[str, GemmProblem]] = set()
         self._failed: dict[tuple[str, GemmProblem], str] = {}
+        self._alignments: dict[str, int] = {}  # of backends
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -69,11 +70,13 @@ class Gemms:
         dtype: torch.dtype = torch.bfloat16,
         *,
         ue8m0: bool = False,
+        b_words: Tensor | None = None,
     ) -> Tensor:
-        """As fp8_gemm. ue8m0, here and below: all scales are powers of two."""
+        """As fp8_gemm. Here and below: ue8m0: all scales are powers of two; b_words: those of b
+        once more, as libraries read them (`packs_weights`)."""
 
         def run(backend: GemmBackend) -> Tensor:
-            return backend.dense(a, a_scales, b, b_scales, dtype)
+            return backend.dense(a, a_scales, b, self._for(backend, b_scales, b_words), dtype)
 
         if not self._backends:
             return run(self._ours)
@@ -93,12 +96,13 @@ class Gemms:
         starts: Tensor | None = None,
         expected_rows: int | None = None,
         ue8m0: bool = False,
+        b_words: Tensor | None = None,
     ) -> Tensor:
         """As grouped_gemm_contiguous; starts are multiples of the alignment."""
 
         def run(backend: GemmBackend) -> Tensor:
             return backend.contiguous(
-                a, a_scales, b, b_scales, ends, dtype,
+                a, a_scales, b, self._for(backend, b_scales, b_words), ends, dtype,
                 alignment=alignment, starts=starts, expected_rows=expected_rows,
             )  # fmt: skip
 
@@ -121,13 +125,15 @@ class Gemms:
         *,
         expected_rows: int | None = None,
         ue8m0: bool = False,
+        b_words: Tensor | None = None,
     ) -> Tensor:
         """As grouped_gemm_masked."""
 
         def run(backend: GemmBackend) -> Tensor:
             return backend.masked(
-                a, a_scales, b, b_scales, counts, dtype, expected_rows=expected_rows
-            )
+                a, a_scales, b, self._for(backend, b_scales, b_words), counts, dtype,
+                expected_rows=expected_rows,
+            )  # fmt: skip
 
         if not self._backends:
             return run(self._ours)
@@ -146,7 +152,9 @@ class Gemms:
         """At multiples of what segments of about so many rows should begin for `contiguous` with b
         [e, N, K]: what a backend wants that would then be taken, else 1."""
         for backend in self._backends:
-            wanted = backend.alignment()
+            if backend.name not in self._alignments:
+                self._alignments[backend.name] = backend.alignment()
+            wanted = self._alignments[backend.name]
             if wanted > 1:
                 problem = problem_of(
                     "contiguous", a_scales, b, self._arch, dtype, alignment=wanted, ue8m0=ue8m0
@@ -162,6 +170,14 @@ class Gemms:
             return ScaleFormat.F32_ROW
         packed = ue8m0 and self._arch == 100
         return ScaleFormat.UE8M0_COLUMN if packed else ScaleFormat.F32_COLUMN
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether a library had better find weights' scales packed (weights.py's words)."""
+        return bool(self._backends) and self._arch == 100
+
+    def _for(self, backend: GemmBackend, b_scales: Tensor, b_words: Tensor | None) -> Tensor:
+        return b_scales if b_words is None or backend is self._ours else b_words
 
     def _taken(self, problem: GemmProblem, rows: int) -> GemmBackend:
         bucket = at_most(rows)

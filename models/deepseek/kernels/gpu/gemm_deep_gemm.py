@@ -2,7 +2,8 @@
 
 The only file that imports `deep_gemm`. What it wants: K in whole blocks of 128, results in bf16,
 stacked experts back to back with scales of weights packed as densely; fp32 scales on sm_90, powers
-of two on sm_100 (it packs the exponent's bits there and drops the rest). Scales of rows may lie in
+of two on sm_100 (it packs the exponent's bits there and drops the rest; scales of weights at each
+call, unless they come as weights.py's words). Scales of rows may lie in
 any of our formats: those of columns it loads as they are, others are transposed first, a launch
 more. Segments begin at multiples of an alignment that it tells (128 unless set otherwise). In the
 masked form whole tiles are stored, so room for an expert is a multiple of a tile.
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispatch.fp8 import BLOCK
+from dispatch.fp8 import BLOCK, num_blocks
 from models.deepseek.kernels.gpu.choice import load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
-from models.deepseek.kernels.gpu.fp8_gemm import check_operands
+from models.deepseek.kernels.gpu.fp8_gemm import check_codes, check_operands
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, problem_of
 from models.deepseek.kernels.gpu.grouped_gemm import ALIGNMENT
-from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT
+from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT, view_scales
 
 ARCHS = (90, 100)
 COLUMNS = 64  # N is a multiple of
@@ -107,7 +108,7 @@ class DeepGemm:
         if not a.shape[0]:
             return out
         function = module.m_grouped_fp8_gemm_nt_contiguous
-        stacked = back_to_back(b), back_to_back(b_scales)
+        stacked = back_to_back(b), _blocks_or_words(b_scales)
         names, a_scales = parameters(function), scales_of_rows(a_scales)
         # Not all versions have kernels for it on sm_90; its segments begin at its own alignment;
         # and scales that it has to pack itself it then wants by rows.
@@ -145,7 +146,7 @@ class DeepGemm:
             expected = max(1, min(room, room if expected_rows is None else expected_rows))
             module.m_grouped_fp8_gemm_nt_masked(
                 (back_to_back(a), scales_of_rows(a_scales)),
-                (back_to_back(b), back_to_back(b_scales)),
+                (back_to_back(b), _blocks_or_words(b_scales)),
                 out,
                 counts,
                 expected,
@@ -166,14 +167,18 @@ class DeepGemm:
         to know: it cannot be read here without waiting for the device."""
         arch = arch_of(a.device) if self._arch is None else self._arch
         dense = form == "dense"
-        check_operands(
-            a, a_scales, b[None] if dense else b, b_scales[None] if dense else b_scales, dtype
-        )
+        stacked = (b[None], b_scales[None]) if dense else (b, b_scales)
+        if b_scales.dtype == torch.int32:
+            check_codes(a, stacked[0], dtype)
+            _check_words(*stacked, arch)
+            view_scales(a_scales, a.shape[-2], a.shape[-1])
+        else:
+            check_operands(a, a_scales, *stacked, dtype)
         room = a.shape[1] if form == "masked" else 0
         problem = problem_of(
             form, a_scales, b, arch, dtype, alignment=alignment, ue8m0=True, room=room
         )
-        why = self.refusal(problem) or _layout_refusal(a, a_scales, b_scales)
+        why = self.refusal(problem) or _layout_refusal(a, stacked[1])
         if why is not None:
             raise ShapeRefused(why)
         return self._load()[0], arch
@@ -280,14 +285,33 @@ def _overfull(module: Any, problem: GemmProblem) -> str | None:
     return None
 
 
-def _layout_refusal(a: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
+def _check_words(b: Tensor, words: Tensor, arch: int) -> None:
+    """Words [e, N, P] of weights in columns, back to back."""
+    experts, columns, width = b.shape
+    padded = -(-columns // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    shape = (experts, columns, -(-num_blocks(width) // 4))
+    strides = (shape[2] * padded, 1, padded)
+    alike = words.stride()[1:] == strides[1:] and (experts == 1 or words.stride(0) == strides[0])
+    if arch != 100 or words.shape != shape or not alike:
+        raise ShapeRefused(
+            f"b_scales={words.dtype} {list(words.shape)}, strides {words.stride()}: on sm_100 "
+            f"int32 {list(shape)}, strides {strides}"
+        )
+
+
+def _layout_refusal(a: Tensor, b_scales: Tensor) -> str | None:
+    """b_scales [e, ..]."""
     if a.dim() == 3 and not back_to_back(a).is_contiguous():
         return f"DeepGEMM wants rows of experts back to back, these have strides {a.stride()}"
     if a.stride(-2) % TMA_BYTES and a.shape[-2] > 1:
         return f"DeepGEMM's rows are multiples of {TMA_BYTES} bytes apart, not {a.stride(-2)}"
-    if not back_to_back(b_scales if b_scales.dim() == 3 else b_scales[None]).is_contiguous():
+    if b_scales.dtype != torch.int32 and not back_to_back(b_scales).is_contiguous():
         return f"DeepGEMM wants scales of weights packed, these have strides {b_scales.stride()}"
     return None
+
+
+def _blocks_or_words(b_scales: Tensor) -> Tensor:
+    return (scales_of_rows if b_scales.dtype == torch.int32 else back_to_back)(b_scales)
 
 
 def _alignment_of(module: Any) -> int | None:

@@ -10,6 +10,7 @@ Knows the kernels and the weights' layouts. Shape letters as in kernels/base.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ class TritonDense:
         return TritonLinearWeight(weight.detach().to(self.device, dtype).contiguous())
 
     def fp8_linear_weight(self, rows: Fp8Rows, dtype: torch.dtype) -> TritonFp8LinearWeight | None:
-        return TritonFp8LinearWeight.of(rows.move(lambda x: x.to(self.device)), dtype)
+        packed = self.gemms.packs_weights
+        return TritonFp8LinearWeight.of(rows.move(lambda x: x.to(self.device)), dtype, packed)
 
     def allocate_experts(
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
@@ -92,7 +94,9 @@ class TritonDense:
     def allocate_fp8_experts(
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> TritonFp8ExpertWeights:
-        return TritonFp8ExpertWeights(num_slots, hidden, intermediate, dtype, self.device)
+        return TritonFp8ExpertWeights(
+            num_slots, hidden, intermediate, dtype, self.device, self.gemms.packs_weights
+        )
 
     # -- dense -----------------------------------------------------------------------------
 
@@ -116,8 +120,9 @@ class TritonDense:
     ) -> Tensor:
         """`linear` of rows in e4m3, whose scales are powers of two where the weight's are."""
         return self.gemms.dense(
-            codes, scales, weight.codes, weight.scales, dtype, ue8m0=weight.ue8m0
-        )
+            codes, scales, weight.codes, weight.scales, dtype, ue8m0=weight.ue8m0,
+            b_words=weight.words,
+        )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -273,12 +278,12 @@ class TritonDense:
                 x, scales = quantise(x, form, ue8m0=ue8m0, counts=counts)
             both = self.gemms.masked(
                 x, scales, weights.gate_up, weights.gate_up_scales, counts, dtype,
-                expected_rows=expected_rows, ue8m0=powers,
+                expected_rows=expected_rows, ue8m0=powers, b_words=weights.gate_up_words,
             )  # fmt: skip
             x, scales = quantise_silu_mul(both, form, ue8m0=ue8m0, counts=counts)
             return self.gemms.masked(
                 x, scales, weights.down, weights.down_scales, counts, dtype,
-                expected_rows=expected_rows, ue8m0=ue8m0,
+                expected_rows=expected_rows, ue8m0=ue8m0, b_words=weights.down_words,
             )  # fmt: skip
         if not isinstance(weights, TritonExpertWeights) or scales is not None:
             raise foreign(weights)
@@ -300,18 +305,20 @@ class TritonDense:
     ) -> Tensor:
         """codes [Q, D] e4m3 and their scales in any format -> [Q, D]. powers: all scales are powers
         of two."""
-
-        def product(x: Tensor, of_x: Tensor, b: Tensor, of_b: Tensor, powers: bool) -> Tensor:
-            return self.gemms.contiguous(
-                x, of_x, b, of_b, at.ends, dtype, alignment=at.alignment, starts=at.starts,
-                expected_rows=expected_rows, ue8m0=powers,
-            )  # fmt: skip
-
-        both = product(codes, scales, weights.gate_up, weights.gate_up_scales, powers)
-        ue8m0 = weights.ue8m0
+        w, ue8m0 = weights, weights.ue8m0
+        alike: dict[str, Any] = {
+            "alignment": at.alignment, "starts": at.starts, "expected_rows": expected_rows
+        }  # fmt: skip
+        both = self.gemms.contiguous(
+            codes, scales, w.gate_up, w.gate_up_scales, at.ends, dtype,
+            ue8m0=powers, b_words=w.gate_up_words, **alike,
+        )  # fmt: skip
         form = self.gemms.scale_format(ue8m0)
         codes, scales = quantise_silu_mul(both, form, ue8m0=ue8m0, counts=at.limit)
-        return product(codes, scales, weights.down, weights.down_scales, ue8m0)
+        return self.gemms.contiguous(
+            codes, scales, w.down, w.down_scales, at.ends, dtype,
+            ue8m0=ue8m0, b_words=w.down_words, **alike,
+        )  # fmt: skip
 
     def combine_pairs(self, y: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return unpermute(y, index, weights)

@@ -12,9 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dispatch.fp8 import pack_exponents
 from ep.bundle import Bundle
 from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT
+
+
+def words_of(scales: Tensor, rows: int) -> Tensor:
+    """Scales fp32 [.., ceil(N / 128), G], powers of two -> int32 [.., N, ceil(G / 4)] in columns: a
+    row's exponents, as DeepGEMM takes them on sm_100. N in fours, as TMA wants columns."""
+    packed = pack_exponents(scales).repeat_interleave(BLOCK, -2)[..., :rows, :]
+    columns = packed.new_empty((*packed.shape[:-2], packed.shape[-1], rows))
+    return columns.transpose(-1, -2).copy_(packed)
 
 
 def powers_of_two(scales: Tensor) -> bool:
@@ -36,22 +46,30 @@ class TritonLinearWeight:
 
 class TritonFp8LinearWeight:
     """codes [N, C] e4m3, scales [ceil(N/128), ceil(C/128)] fp32. A product with it is W8A8: rows
-    are quantised too, with a scale for each 128 channels, a power of two where the weight's are."""
+    are quantised too, with a scale for each 128 channels, a power of two where the weight's are.
+    words: the scales once more, for libraries (words_of), where they are asked for."""
 
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codes: Tensor, scales: Tensor, dtype: torch.dtype, packed: bool = False
+    ) -> None:
         self.codes, self.scales, self.dtype = codes, scales, dtype
         self.out_features, self.in_features = codes.shape
-        self.nbytes = codes.nbytes + scales.nbytes
         self.ue8m0 = powers_of_two(scales)
+        packed = packed and self.ue8m0 and self.out_features % COLUMN_ALIGNMENT == 0
+        self.words = words_of(scales, self.out_features) if packed else None
+        self.nbytes = codes.nbytes + scales.nbytes
+        self.nbytes += 0 if self.words is None else self.words.nbytes
 
     @classmethod
-    def of(cls, rows: Fp8Rows, dtype: torch.dtype) -> TritonFp8LinearWeight | None:
+    def of(
+        cls, rows: Fp8Rows, dtype: torch.dtype, packed: bool = False
+    ) -> TritonFp8LinearWeight | None:
         """None where rows of one block have different scales."""
         scales = rows.scales_of_groups(BLOCK)
         if scales is None:
             return None
         codes = rows.values.view(torch.uint8).clone(memory_format=torch.contiguous_format)
-        return cls(codes.view(torch.float8_e4m3fn), scales.clone(), dtype)
+        return cls(codes.view(torch.float8_e4m3fn), scales.clone(), dtype, packed)
 
     def unpack(self) -> Tensor:
         return dequantise_weight(self.codes, self.scales, self.dtype)
@@ -91,7 +109,8 @@ class TritonExpertWeights:
 class TritonFp8ExpertWeights:
     """Stacked matrix by matrix, as grouped GEMMs of any maker take them: codes of gate and up
     [e, 2J, D], of down [e, D, J], their scales [e, ceil(N / 128), ceil(K / 128)] fp32. J is I up to
-    a multiple of 128, where gate, up and down are 0: so up begins with a block.
+    a multiple of 128, where gate, up and down are 0: so up begins with a block. words: the scales
+    of both once more (words_of), a slot's made again as often as it is stored; no part of a bundle.
 
     ue8m0 is what store_fp8 has seen: False where nothing was stored, so ranks should not begin
     without an expert."""
@@ -103,6 +122,7 @@ class TritonFp8ExpertWeights:
         intermediate: int,
         dtype: torch.dtype,
         device: torch.device,
+        packed: bool = False,
     ) -> None:
         self.num_slots, self.hidden, self.intermediate = num_slots, hidden, intermediate
         self.dtype = dtype
@@ -116,7 +136,13 @@ class TritonFp8ExpertWeights:
         self.down = zeros(tall, torch.uint8).view(torch.float8_e4m3fn)
         self.gate_up_scales = zeros(scale_shape(wide), torch.float32)
         self.down_scales = zeros(scale_shape(tall), torch.float32)
-        self.nbytes = sum(stack.nbytes for stack in self._stacks())
+        self.gate_up_words: Tensor | None = None
+        self.down_words: Tensor | None = None
+        if packed and hidden % COLUMN_ALIGNMENT == 0:
+            self.gate_up_words = words_of(self.gate_up_scales, wide[0])
+            self.down_words = words_of(self.down_scales, tall[0])
+        of_words = [w.nbytes for w in (self.gate_up_words, self.down_words) if w is not None]
+        self.nbytes = sum(stack.nbytes for stack in self._stacks()) + sum(of_words)
         self._stored = self._others = False  # only ever set: slots are stored by several threads
 
     @property
@@ -135,6 +161,7 @@ class TritonFp8ExpertWeights:
             scales.copy_(of_blocks)
             if not powers_of_two(of_blocks):
                 self._others = True
+        self._pack(slot)
         self._stored = True
 
     def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +171,16 @@ class TritonFp8ExpertWeights:
         return gate, up, down
 
     def bundle(self, slot: int) -> Bundle:
-        return Bundle(*(stack[slot].view(torch.uint8).flatten() for stack in self._stacks()))
+        parts = (stack[slot].view(torch.uint8).flatten() for stack in self._stacks())
+        return Bundle(*parts, stored=lambda: self._pack(slot))
+
+    def _pack(self, slot: int) -> None:
+        for words, scales in (
+            (self.gate_up_words, self.gate_up_scales),
+            (self.down_words, self.down_scales),
+        ):
+            if words is not None:
+                words[slot].copy_(words_of(scales[slot], words.shape[1]))
 
     def _stacks(self) -> tuple[Tensor, ...]:
         return self.gate_up, self.down, self.gate_up_scales, self.down_scales
