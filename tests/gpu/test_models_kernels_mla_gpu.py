@@ -125,6 +125,53 @@ def test_a_row_of_decode_is_its_own(fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_step_is_right_for_other_contexts(fp8: bool) -> None:
+    """Room for the sum of contexts, of which any row may have most; the rest is padding."""
+    mixes = ([20000, 1, 1025, 700], [3000, 3000], [1] * 8) if LARGE else ([70, 1], [9])
+    heads, rows = (128, 8) if LARGE else (16, 2)
+    longest, total = max(map(max, mixes)), max(map(sum, mixes))
+    batch = ForwardBatch(
+        token_ids=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        positions=torch.full((rows,), -1, device=DEVICE),
+        slot_mapping=torch.full((rows,), -1, device=DEVICE),
+        query_start=torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE),
+        context_len=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        block_tables=torch.zeros(rows, longest // 64 + 3, dtype=torch.int32, device=DEVICE),
+        logits_rows=torch.arange(rows, device=DEVICE),
+        max_query_len=1,
+        max_context_len=longest,
+        total_context=total,
+    )
+    q = normal(rows, heads, RANK + ROPE, seed=97).bfloat16()
+    worlds = [Cached(mix, [1] * len(mix), 64, fp8) for mix in mixes]
+    layer = torch.zeros_like(max((w.layer for w in worlds), key=len))
+
+    def step() -> tuple[Tensor, Tensor]:
+        return mla_decode(q, layer, plan_decode(batch, heads), batch.block_tables, SCALE)
+
+    graph = None
+    if LARGE:
+        step()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = step()
+    for world in worlds:
+        n = world.batch.num_tokens
+        batch.positions.fill_(-1)[:n] = world.batch.positions
+        batch.query_start.fill_(n)[: n + 1] = world.batch.query_start
+        batch.block_tables[:n, : world.tables.shape[1]] = world.tables
+        layer[: len(world.layer)] = world.layer
+        if graph is None:
+            out, lse = step()
+        else:
+            graph.replay()
+        plan = plan_decode(world.batch, heads)
+        want = mla_decode(q[:n], world.layer, plan, world.tables, SCALE)
+        assert torch.equal(out[:n], want[0]) and torch.equal(lse[:n], want[1])
+        assert not out[n:].any() and (lse[n:] == -math.inf).all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 def test_prefill(fp8: bool) -> None:
     contexts, new = ([5000, 700, 4097], [300, 700, 1]) if LARGE else ([70, 9], [5, 9])
     heads = 16 if LARGE else 2
