@@ -114,7 +114,7 @@ FLAGS = (
     Flag("engine", "threads", "N", "Compute threads a rank", "cores / ranks here"),
     Flag("engine", "device", "NAME", "Where to compute: auto, cpu or cuda", "auto"),
     Flag("engine", "graphs", "NAME", "On GPUs, captured decode steps: auto or off", "auto"),
-    Flag("engine", "ahead", "", "Plan a step while the one before it runs", "off"),
+    Flag("engine", "ahead", "NAME", "Plan a step while one runs: auto (GPUs), on or off", "auto"),
     Flag("engine", "graph_memory", "SIZE", "Most memory of captured steps, a rank", "2GiB"),
     Flag("engine", "quiet", "", "Say nothing of how it starts; errors only", "off", letter="-q"),
     Flag("rebalance", "enabled", "", "Move experts while serving, by itself", "off"),

@@ -25,6 +25,7 @@ from moeserve.device.api import CudaApi
 from moeserve.device.ledger import MemoryLedger
 from moeserve.device.opening import (
     KV_SHARE,
+    goes_ahead,
     open_graphs,
     open_ledger,
     plan_kv,
@@ -126,7 +127,10 @@ def build_engine(
         eos_ids=frozenset(start.model.eos_token_ids),
         seed=config.engine.seed,
     )
-    ahead = _goes_ahead(config, dispatcher, start.notes)
+    ahead = goes_ahead(
+        config.engine.ahead, start.device.on_cpu, start.speculate is not None, dispatcher,
+        start.notes,
+    )  # fmt: skip
     scheduler = AheadScheduler(cache, limits) if ahead else Scheduler(cache, limits)
     speculator: Speculator | None = None
     if start.speculate is not None:
@@ -206,19 +210,6 @@ class _Opening:
             lines.append(f"  buffers{shared}: {held_and_passing(buffers.held, buffers.passing)}")
         start.notes.append("\n".join(lines))
         return dispatcher
-
-
-def _goes_ahead(config: ServeConfig, dispatcher: Dispatcher, notes: list[str]) -> bool:
-    """Whether steps are planned ahead; the same on every rank."""
-    if config.engine.ahead and dispatcher.active_mask() is not None:
-        notes.append(
-            f"ahead: off; dispatcher {dispatcher.name!r} is asked after each step who answered, "
-            "which waits for it"
-        )
-        return False
-    if config.engine.ahead:
-        notes.append("ahead: each step is planned while the one before it runs (asked for)")
-    return config.engine.ahead
 
 
 def _memory_plan(

@@ -64,7 +64,13 @@ def parse_overlap(value: object) -> object:
     return int(text)
 
 
+def parse_switch(value: object) -> object:
+    """'on' and 'off' may be true and false in a file."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(parse_switch)]
 Threshold = Annotated[int | Literal["off"] | None, BeforeValidator(parse_overlap)]
 
 
@@ -138,7 +144,8 @@ class EngineSection(Section):
     threads: int | None = Field(None, ge=1)  # compute threads a rank; default: cores / local ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where each rank here can have one
     graphs: Literal["auto", "off"] = "auto"  # captured decode steps on GPUs, where they can be
-    ahead: bool = False  # plan a step while the one before it runs; not beside speculation
+    # Plan a step while the one before it runs; not beside speculation (auto: on GPUs)
+    ahead: Switch = "auto"
     graph_memory: Size | None = Field(None, ge=1)  # bytes that all of them may take; None: 2 GiB
     quiet: bool = False  # say nothing of how the engine is put together
 

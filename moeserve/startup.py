@@ -125,9 +125,9 @@ def _resolve(
     kernels = _fitting(config, model, dtype, kernels, problems)
     with_mtp = config.model.mtp and model.num_mtp_layers > 0
     speculate = plan_speculation(config, model, problems)
-    if config.engine.ahead and speculate is not None:
+    if config.engine.ahead == "on" and speculate is not None:
         problems.append(
-            "engine.ahead=True: speculation drafts from the tokens of the step before, which are "
+            "engine.ahead='on': speculation drafts from the tokens of the step before, which are "
             "not known ahead; leave one of them out"
         )
     beside = 0 if speculate is None else speculate.cache_bytes(dtype.itemsize)

@@ -16,7 +16,7 @@ from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.device.ahead import AheadEngine, AheadScheduler, known_on_device, stand_in
 from moeserve.device.api import ReplayedApi
-from moeserve.device.opening import open_graphs
+from moeserve.device.opening import goes_ahead, open_graphs
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
 from moeserve.errors import ConfigError
@@ -206,5 +206,91 @@ def test_stand_ins_become_tokens_on_the_device() -> None:
 
 
 def test_it_is_refused_beside_speculation(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="engine.ahead=True: speculation drafts from"):
+    with pytest.raises(ConfigError, match="engine.ahead='on': speculation drafts from"):
         prepare(settings(folder, True, speculate={"method": "ngram:2"}), SINGLE)
+
+
+class Named:
+    """A dispatcher. mask: of ranks, where it can leave some out."""
+
+    name = "some"
+
+    def __init__(self, mask: list[bool] | None) -> None:
+        self.active_mask = lambda: mask
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "speculates", "mask", "note"),
+    [
+        ("auto", True, False, None, None),
+        ("auto", False, False, None, "each step is planned while the one before it runs (auto:"),
+        ("on", True, False, None, "each step is planned while the one before it runs (asked"),
+        ("off", False, False, None, None),
+        ("auto", False, True, None, "off; speculation drafts from the tokens of the step before"),
+        ("auto", False, False, [True], "off; dispatcher 'some' is asked after each step"),
+        ("on", False, False, [True], "off; dispatcher 'some' is asked after each step"),
+    ],
+)
+def test_what_auto_becomes(
+    asked: str, on_cpu: bool, speculates: bool, mask: Any, note: str | None
+) -> None:
+    notes: list[str] = []
+    dispatcher: Any = Named(mask)
+    found = goes_ahead(asked, on_cpu, speculates, dispatcher, notes)
+    assert found is (note is not None and note.startswith("each"))
+    assert len(notes) == (note is not None) and notes[:1] == [
+        n for n in notes if n.startswith(f"ahead: {note}")
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_clients_do_tokens_are_those_of_plain_steps(folder: Path, seed: int) -> None:
+    """Requests come and are given up at any step, in a pool too small for all: who is not given up
+    gets what it gets without planning ahead, who is, a beginning of it; nothing is left behind."""
+    rng = random.Random(seed)
+    asked: list[tuple[str, list[int], dict[str, Any]]] = []
+    shared = [rng.randrange(64) for _ in range(33)]
+    for number in range(14):
+        prompt = shared[: rng.choice((0, 16, 33))] + [rng.randrange(64)] * rng.randrange(1, 9)
+        kind: dict[str, Any] = rng.choice(
+            (
+                GREEDY,
+                GREEDY | {"logprobs": 1},
+                {"temperature": 0.9, "seed": number},
+                GREEDY | {"stop_token_ids": tuple(range(0, 64, 7)), "logprobs": 2},
+                GREEDY | {"frequency_penalty": 0.5},
+            )  # fmt: skip
+        )
+        asked.append((str(number), prompt, {"max_tokens": rng.randrange(1, 24)} | kind))
+    plainly = open_engine(folder, False)
+    for name, prompt, sampling in asked:
+        ask(plainly, name, prompt, **sampling)
+    want = plain(run(plainly))
+    engine = open_engine(folder, True)
+    said: dict[str, list[TokenOutput]] = {}
+    given_up: set[str] = set()
+    coming = list(asked)
+    for _ in range(400):
+        for _ in range(min(rng.randrange(3), len(coming))):
+            name, prompt, sampling = coming.pop(0)
+            ask(engine, name, prompt, **sampling)
+        if rng.random() < 0.2:
+            known = [s.request_id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]
+            given_up |= set(leaving := rng.sample(known, min(1, len(known))))
+            engine.abort(leaving)
+        for output in engine.step():
+            said.setdefault(output.request_id, []).append(output)
+        assert engine.failure is None
+        if not coming and not engine.has_work:
+            break
+    got = plain(said)
+    assert got.keys() == want.keys() and given_up
+    for name, told in got.items():
+        if told[2] is not FinishReason.ABORT:
+            assert told == want[name]
+            continue
+        assert name in given_up
+        assert told[0] == want[name][0][: len(told[0])]
+        assert told[1] == want[name][1][: len(told[1])]
+    assert any(told[2] is FinishReason.ABORT for told in got.values())
+    assert engine.scheduler.cache.pool.num_used == engine.scheduler.cache.tree.num_idle

@@ -74,19 +74,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", ["auto", "off", "drafts"])
 def test_an_engine_for_a_gpu(
-    folder: Path, gpu: dict[str, int], capsys: pytest.CaptureFixture[str], ahead: bool
+    folder: Path, gpu: dict[str, int], capsys: pytest.CaptureFixture[str], ahead: str
 ) -> None:
     stages: list[tuple[str, int, int]] = []
     with warnings.catch_warnings(), fake_cuda() as fake:
         warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
         engine = build.build_engine(
-            settings(folder, engine={"ahead": ahead}),
+            settings(folder, speculate={"method": "ngram:1"})
+            if ahead == "drafts"
+            else settings(folder, engine={"ahead": ahead}),
             EPGroup.single(),
             lambda *told: stages.append(told),
         )
-        assert isinstance(engine, AheadEngine) is ahead
+        assert isinstance(engine, AheadEngine) is (ahead == "auto")
         assert engine.runner.cache.layers[0].device == CUDA
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         engine.add_request(Request(request_id="a", prompt_token_ids=(3, 4), sampling=sampling))
@@ -97,11 +99,12 @@ def test_an_engine_for_a_gpu(
                 said += len(output.token_ids)
         assert said == 4
         assert uncovered(fake.launches, all_cases()) == []
+    rows = [1, 2, 4, 6] if ahead == "drafts" else [1, 2, 3]
     assert [told for told in stages if told[0] == "graphs"] == [
-        ("graphs", 0, 3), ("graphs", 1, 3), ("graphs", 2, 3), ("graphs", 3, 3)
-    ]  # fmt: skip
+        ("graphs", number, len(rows)) for number in range(len(rows) + 1)
+    ]
     info: Any = engine.info
-    assert info["device"] == "cuda" and info["graphs"]["rows"] == [1, 2, 3]
+    assert info["device"] == "cuda" and info["graphs"]["rows"] == rows
     assert info["memory_plan"]["planned"]["weights: experts"] > 0
     printed = capsys.readouterr().err
     lines = printed.splitlines()
@@ -109,7 +112,14 @@ def test_an_engine_for_a_gpu(
     for kind in ("weights: experts", "graphs", "workspace", "kv cache"):
         assert any(line.startswith(f"moeserve:   {kind} ") for line in lines), kind
     assert "wire: rows travel in FP8" in printed and "device: cuda, one a rank (auto)" in printed
-    assert "graphs: decode steps captured at 1, 2, 3 rows" in printed
+    assert f"graphs: decode steps captured at {', '.join(map(str, rows))} rows" in printed
+    assert [
+        line.removeprefix("moeserve: ahead: ")[:38] for line in lines if " ahead: " in line
+    ] == {
+        "auto": ["each step is planned while the one bef"],
+        "off": [],
+        "drafts": ["off; speculation drafts from the token"],
+    }[ahead]
 
 
 def test_a_plan_that_does_not_fit_ends_the_start_before_weights(

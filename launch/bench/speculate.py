@@ -78,8 +78,10 @@ class SpeculateBench:
         prompts = read_prompts(
             config.model.checkpoint, asked.prompts, asked.prompt_length, asked.seed
         )
-        quiet = config.engine.model_copy(update={"quiet": config.engine.quiet or self.as_json})
-        engine = build_and_show(config.model_copy(update={"engine": quiet}), group)
+        own = {"quiet": config.engine.quiet or self.as_json, "ahead": "off"}  # drafters come later
+        engine = build_and_show(
+            config.model_copy(update={"engine": config.engine.model_copy(update=own)}), group
+        )
         limit = engine.scheduler.limits.max_model_len
         if asked.prompt_length + asked.output_length > limit:
             raise ConfigError(
@@ -214,6 +216,8 @@ def _check(config: ServeConfig, asked: Asked) -> None:
     model, _ = read_model(config.model.checkpoint)
     assert model is not None, "resolve refuses such folders"
     problems: list[str] = []
+    if config.engine.ahead == "on":
+        problems.append("engine.ahead='on': drafts are not made ahead; leave it out")
     cells = asked.cells()
     for cell in {cell.text: cell for cell in cells}.values():
         plan_speculation(_of(config, cell, cells), model, problems)

@@ -41,6 +41,7 @@ from moeserve.sequence import SamplingNeeds, Sequence
 
 if TYPE_CHECKING:
     from moeserve.sampler_device import Choice
+    from moeserve.speculate.speculator import Speculator
 
 ON_HOST = SamplingNeeds.EDITED  # want earlier tokens
 
@@ -219,6 +220,9 @@ class AheadEngine(Engine):
         self._ahead: AheadScheduler = self.scheduler
         self._late: _Late | None = None
         self._early: list[TokenOutput] = []
+
+    def use_speculator(self, speculator: Speculator | None) -> None:
+        assert speculator is None, "who plans ahead knows no tokens to draft from"
 
     @property
     def has_work(self) -> bool:

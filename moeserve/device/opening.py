@@ -1,12 +1,14 @@
-"""What an engine on a GPU has beside one on a CPU: a memory plan that is held, captured steps.
+"""What an engine on a GPU has beside one on a CPU: a memory plan that is held, captured steps,
+steps planned ahead.
 
-Knows settings, what `prepare` resolved, the runner. On CPUs none of it is opened.
+Knows settings, what `prepare` resolved, the runner. On CPUs none of it is opened unasked.
 """
 
 from __future__ import annotations
 
 import torch
 
+from dispatch.base import Dispatcher
 from ep.group import EPGroup
 from models.deepseek.config import DeepSeekConfig
 from models.interface import ForwardBatch
@@ -20,6 +22,29 @@ from moeserve.lockstep import agree_min
 from moeserve.runner import ModelRunner
 
 KV_SHARE = 0.95  # of what is left on a device when all others have theirs, for an automatic cache
+
+
+def goes_ahead(
+    asked: str, on_cpu: bool, speculates: bool, dispatcher: Dispatcher, notes: list[str]
+) -> bool:
+    """Whether steps are planned ahead (asked: `engine.ahead`). All that decides is the same on
+    every rank; where it is a GPU's, notes say what became of it."""
+    if asked == "off" or (asked == "auto" and on_cpu):
+        return False
+    why: str | None = None
+    if speculates:
+        why = "speculation drafts from the tokens of the step before, which are not known ahead"
+    elif dispatcher.active_mask() is not None:
+        why = (
+            f"dispatcher {dispatcher.name!r} is asked after each step who answered, which waits "
+            "for it"
+        )
+    if why is not None:
+        notes.append(f"ahead: off; {why}")
+        return False
+    how = "asked for" if asked == "on" else "auto: on a GPU"
+    notes.append(f"ahead: each step is planned while the one before it runs ({how})")
+    return True
 
 
 def decode_rows(config: ServeConfig, drafts: int) -> int:
