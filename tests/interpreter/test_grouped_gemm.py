@@ -162,7 +162,7 @@ def test_a_row_is_that_of_its_expert_alone() -> None:
             assert torch.equal(ours[expert, at], alone)
 
 
-def test_experts_in_bundles() -> None:
+def test_experts_that_lie_apart() -> None:
     """Codes that do not lie back to back: other bytes (NaN) between an expert and the next."""
     counts, width = [3, 0, 5], 256
     a, scales, bounds = masked_rows(counts, 6, width, ScaleFormat.F32_COLUMN)

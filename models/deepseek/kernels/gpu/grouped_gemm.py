@@ -42,7 +42,7 @@ from models.deepseek.kernels.gpu.grid import num_programs
 from models.deepseek.kernels.gpu.language import tl, triton
 
 ALIGNMENT = 128  # where segments start, unless said otherwise
-V3_BUNDLE = 6146  # rows of 7168 bytes from one expert of DeepSeek-V3 to the next (weights.py)
+V3_COLUMNS = 4096  # of gate and up of DeepSeek-V3: rows from one expert to the next, stacked
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -108,10 +108,10 @@ def grouped_gemm_masked(
     expected_rows: int | None = None,
 ) -> Tensor:
     """a e4m3 [e, M, K] with scales [e, M, ..] of any format, b e4m3 [e, N, K] (an expert may begin
-    any number of whole rows after the last one, as in a bundle with its scales) and fp32 [e,
-    ceil(N / 128), G], counts int32 [e] -> [e, M, N]; only the first counts[i] rows of expert i are
-    written. expected_rows: what an expert is likely to have, which chooses the tile and nothing
-    else (default: all of M). ShapeRefused for what does not fit."""
+    any number of whole rows after the last one) and fp32 [e, ceil(N / 128), G], counts int32 [e] ->
+    [e, M, N]; only the first counts[i] rows of expert i are written. expected_rows: what an expert
+    is likely to have, which chooses the tile and nothing else (default: all of M). ShapeRefused for
+    what does not fit."""
     if a.dim() != 3 or (a.numel() and a.stride(0) != a.shape[1] * a.stride(1)):
         raise ShapeRefused(f"a={list(a.shape)}, strides {a.stride()}: [e, M, K] back to back")
     experts, room, _ = a.shape
@@ -264,7 +264,7 @@ def _compile_case(config: TileConfig, masked: bool, packed: bool, starts: bool) 
             **dict.fromkeys(numbers, "i32"),
         },
         {
-            "B_EXPERT": V3_BUNDLE,
+            "B_EXPERT": V3_COLUMNS,
             "MASKED": masked,
             "STARTS": starts,
             "GROUP": GROUP_ROWS,

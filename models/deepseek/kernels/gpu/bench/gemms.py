@@ -135,7 +135,9 @@ def _make_masked(
     experts: int, each: int, columns: int, width: int, device: torch.device
 ) -> Callable[[], Prepared]:
     def make() -> Prepared:
-        room = -(-max(each, 2) // 4) * 4  # DeepGEMM wants columns of scales in fours
+        # DeepGEMM wants columns of scales in fours, and stores whole tiles within an expert's room.
+        unit = 4 if experts == 1 else ROW_ALIGNMENT
+        room = -(-max(each, 2) // unit) * unit
         a = random_codes((experts, room, width), device)
         b = random_codes((experts, columns, width), device)
         a_scales = scales_of_rows(room, width, device, experts)
