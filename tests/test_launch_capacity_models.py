@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from launch.capacity.search import Found, search
 from launch.capacity.validate import validate
 from launch.cli import app
 
+BENCHMARKS = (Path(__file__).parents[1] / "BENCHMARKS.md").read_text()
 V3 = ["plan", "deepseek-v3", "--gpu", "h800"]
 KERNELS = ["--predict", "kernels"]
 
@@ -195,3 +197,33 @@ def test_published_points_by_both_models() -> None:
     assert said["predict"] == "kernels" and said["throughputs_by"] == fitted.models()
     assert said["median_error_throughput"] == b["median_error"] < 0.12
     assert said["median_error_by_kernels"] == b["median_error"]
+
+
+def cells(start: str) -> list[list[str]]:
+    """Of lines of tables in BENCHMARKS.md that begin so."""
+    lines = (x for x in BENCHMARKS.splitlines() if x.startswith(start))
+    return [[cell.strip() for cell in x.strip("|").split("|")] for x in lines]
+
+
+def test_benchmarks_tell_what_both_models_say() -> None:
+    found = validate()
+    for p in found.points:
+        if p.unit != "tok/s/node" or p.predicted is None or p.error is None:
+            continue
+        error = f"{100 * p.error:+.1f} %"
+        by_kernels = "no TP" if p.by_kernels is None else f"{p.by_kernels:,.0f}"
+        want = [f"{p.measured:,.0f}", f"{p.predicted:,.0f}", error, by_kernels]
+        assert want in [row[2:6] for row in cells(f"| {p.id} | ")], p.id
+    starts: dict[By, str] = {"fitted": "| fitted (default)", "kernels": "| kernels, same constants"}
+    for by, start in starts.items():
+        errors = found.models()[by]
+        told_ = [f"{100 * errors[k]:.1f} %" for k in ("median_error", "median_error_held_out")]
+        assert cells(start)[0][1:] == [*told_, f"{100 * errors['worst_error']:.0f} %"]
+    asked = read(Typed(preset="v3-decode-320"))
+    report = asked.plan().reports[0]
+    assert report.kernels is not None
+    row = cells("| decode EP320, H800, 128")[0]
+    step = report.kernels
+    assert [row[1], row[3]] == [f"{1e3 * x:.1f}" for x in (step.seconds, report.steps["fitted"])]
+    assert row[4].split(" / ")[:2] == [f"{1e3 * step.part(x):.1f}" for x in ("core", "experts")]
+    assert row[6:8] == [f"{step.launches:,}", f"{8 * 128 / step.seconds:,.0f}"]
