@@ -36,13 +36,15 @@ H200 = Limits(memory=4.3e12, bf16=0.7e15, fp8=1.4e15, fp8_by="assumed", overhead
 class StepLoad:
     """One rank's step of `sequences`, each with `new` rows, which attend to `context` positions
     once they are written. absorbed: attention over latents, as decode has it (and prefill where
-    bits count: context is then the mean over rows). experts: of this rank."""
+    bits count: context is then the mean over rows). experts: of this rank. hosted: pieces of the
+    shared expert that lie among them; else each rank computes it for its own rows."""
 
     sequences: int
     new: int
     context: int
     absorbed: bool
     experts: Experts
+    hosted: int = 0
 
     @property
     def tokens(self) -> int:
@@ -50,12 +52,12 @@ class StepLoad:
 
 
 def even_experts(
-    m: DeepSeekConfig, tokens: int, ranks: int, physical: int, routed: bool
+    m: DeepSeekConfig, tokens: int, ranks: int, physical: int, routed: bool, hosted: int = 0
 ) -> Experts:
     """Of one of `ranks` with `tokens` each, where loads are balanced over physical slots. routed:
-    as for `Experts`."""
+    as for `Experts`; hosted: as for `StepLoad`."""
     slots = max(1, physical // ranks)
-    pairs = tokens * ranks * m.num_experts_per_tok * slots / physical
+    pairs = tokens * ranks * (m.num_experts_per_tok + hosted) * slots / physical
     return Experts(tuple(spread_rows(pairs, slots)), routed)
 
 
@@ -66,7 +68,8 @@ def step_uses(m: DeepSeekConfig, load: StepLoad) -> Iterator[tuple[Use, int]]:
         attention = attention_decode(m, contexts, load.new, False)
     else:
         attention = attention_prefill(m, contexts, new, False)
-    moe = gate_and_shared(m, load.tokens, 0) + routed_experts(m, load.tokens, load.experts, True)
+    moe = gate_and_shared(m, load.tokens, load.hosted)
+    moe += routed_experts(m, load.tokens, load.experts, True)
     yield from ((use, m.num_hidden_layers) for use in attention)
     if m.first_k_dense_replace:
         yield from ((use, m.first_k_dense_replace) for use in dense_layer(m, load.tokens))
@@ -90,12 +93,13 @@ def num_launches(uses: Sequence[tuple[Use, int]]) -> int:
 
 # -- the table that stands in BENCHMARKS.md --------------------------------------------------------
 
-# name, ranks, physical experts, sequences (or prompts) a rank, positions each, decode
+# name, ranks, physical experts, of them pieces of the shared one, sequences (or prompts) a rank,
+# positions each, decode
 DEPLOYMENTS = (
-    ("EP32 prefill", 32, 288, 4, 4096, False),
-    ("EP72 decode", 72, 288, 128, 4096, True),
-    ("EP144 decode", 144, 288, 128, 4096, True),
-    ("EP320 decode", 320, 320, 128, 4096, True),
+    ("EP32 prefill", 32, 288, 0, 4, 4096, False),
+    ("EP72 decode", 72, 288, 0, 128, 4096, True),
+    ("EP144 decode", 144, 288, 0, 128, 4096, True),
+    ("EP320 decode, shared expert in slots", 320, 320, 1, 128, 4096, True),
 )
 
 
@@ -104,11 +108,11 @@ def table(m: DeepSeekConfig, limits: Limits = H200) -> str:
         "| deployment | tokens a GPU | compute of a step, ms | attention | experts | rest |",
         "|---|---|---|---|---|---|",
     ]
-    for name, ranks, physical, sequences, length, decode in DEPLOYMENTS:
+    for name, ranks, physical, hosted, sequences, length, decode in DEPLOYMENTS:
         new = 1 if decode else length
         # Low-latency kernels bring rows slot by slot.
-        experts = even_experts(m, sequences * new, ranks, physical, routed=not decode)
-        load = StepLoad(sequences, new, length, decode, experts)
+        experts = even_experts(m, sequences * new, ranks, physical, not decode, hosted)
+        load = StepLoad(sequences, new, length, decode, experts, hosted)
         uses = list(step_uses(m, load))
         whole = least_seconds(uses, limits)
         core, routed = (least_seconds(uses, limits, part) for part in ("core", "experts"))
