@@ -7,12 +7,16 @@ import random
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from moeserve.draw import draw
 from moeserve.request import Request, SamplingParams
+from moeserve.row_draws import RowDraws
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import DraftAsk
 from moeserve.speculate.tree import DraftTree, chain
@@ -52,6 +56,22 @@ def requests(vocab: int, num: int, length: int, most: int = 16) -> list[Request]
         )
         made.append(Request(request_id=f"{i}", prompt_token_ids=tuple(prompt), sampling=sampling))
     return made
+
+
+def pick_there(logits: Tensor, draws: RowDraws | None) -> tuple[Tensor, Tensor]:
+    """The kernels' part, by what the CPU's sampler is made of."""
+    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    failed = ~torch.isfinite(torch.gather(logits, 1, tokens[:, None]).squeeze(1))
+    hot = [] if draws is None else torch.nonzero(draws.temperature > 0).flatten().tolist()
+    for j in hot:
+        assert draws is not None
+        probs = torch.softmax(logits[j : j + 1] / draws.temperature[j : j + 1, None], dim=-1)
+        cut: Any = SimpleNamespace(
+            top_k=int(draws.top_k[j]), top_p=float(draws.top_p[j]), min_p=float(draws.min_p[j])
+        )
+        seed, position = int(draws.seeds[j]) % 2**64, int(draws.positions[j])
+        tokens[j] = draw(probs.numpy(), [cut], [seed], [position])[0]
+    return tokens, failed
 
 
 class Oracle:

@@ -7,12 +7,14 @@ import random
 
 import pytest
 import torch
+from speculate_world import pick_there
 
 from models.interface import ForwardBatch
 from moeserve.request import Request, SamplingParams
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_model import DraftModelDrafter, tokenizer_problems
 from moeserve.speculate.drafter import DraftAsk, Drafter
+from moeserve.speculate.rounds_ahead import Pick
 from moeserve.toy_model import ToyConfig, ToyModel
 
 VOCAB = 30
@@ -41,9 +43,12 @@ def drafter_of(model: ToyModel, **settings: object) -> DraftModelDrafter:
     return DraftModelDrafter(model, 60, 4, 3, **settings)  # type: ignore[arg-type]
 
 
-def test_as_its_own_target_it_drafts_the_targets_tokens_whatever_was_accepted() -> None:
+@pytest.mark.parametrize("pick", [None, pick_there], ids=["host", "there"])
+def test_as_its_own_target_it_drafts_the_targets_tokens_whatever_was_accepted(
+    pick: Pick | None,
+) -> None:
     model = Rows()
-    drafter: Drafter = drafter_of(model)
+    drafter: Drafter = drafter_of(model, pick=pick)
     one, other = sequence("a", 9), sequence("b", 5)
     rng = random.Random(2)
     for _ in range(25):
@@ -89,15 +94,31 @@ def test_long_prompts_are_computed_in_parts_and_full_pools_only_cost_drafts() ->
     assert drafter._blocks.num_available == 60
 
 
-def test_rounds_are_those_agreed_where_it_is_collective() -> None:
+def test_what_ends_an_output_is_followed_by_nothing_wherever_drafts_are_chosen() -> None:
+    stops = {"stop_token_ids": tuple(range(0, VOCAB, 3))}
+    found = []
+    for pick in (None, pick_there):
+        model, trees = ToyModel(ToyConfig(vocab_size=VOCAB)), []
+        drafter = drafter_of(model, pick=pick)
+        one = sequence("a", 9, temperature=0.9, seed=4, **stops)
+        for _ in range(12):
+            trees.append(drafter.propose([DraftAsk(one, 3)], 4)[0].tokens)
+            for token in [*trees[-1][:2], 5]:
+                one.append(token)
+        found.append(trees)
+    assert found[0] == found[1] and {len(tokens) for tokens in found[0]} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("pick", [None, pick_there], ids=["host", "there"])
+def test_rounds_are_those_agreed_where_it_is_collective(pick: Pick | None) -> None:
     model = Rows()
-    drafter = drafter_of(model, collective=True)
+    drafter = drafter_of(model, collective=True, pick=pick)
     assert drafter.propose([], 3) == [] and model.rows == [0, 0, 0]
     model.rows.clear()
     drafter.propose([DraftAsk(sequence("a", 5), 1)], 3)
     assert model.rows == [5, 0, 0]
     model.rows.clear()
-    alone = drafter_of(model)
+    alone = drafter_of(model, pick=pick)
     alone.propose([], 3)
     alone.propose([DraftAsk(sequence("a", 5), 1)], 3)
     assert model.rows == [5]

@@ -4,13 +4,11 @@ rounds, with one look at what came of them."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from speculate_world import requests
+from speculate_world import pick_there, requests
 from torch import Tensor
 
 from ep.group import EPGroup
@@ -18,7 +16,6 @@ from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
-from moeserve.draw import draw
 from moeserve.engine import Engine
 from moeserve.row_draws import RowDraws
 from moeserve.sequence import SamplingNeeds
@@ -48,22 +45,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(rounds_ahead, "brought", counted)
     return found
-
-
-def pick(logits: Tensor, draws: RowDraws | None) -> tuple[Tensor, Tensor]:
-    """The kernels' part, by what the CPU's sampler is made of."""
-    tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    failed = ~torch.isfinite(torch.gather(logits, 1, tokens[:, None]).squeeze(1))
-    hot = [] if draws is None else torch.nonzero(draws.temperature > 0).flatten().tolist()
-    for j in hot:
-        assert draws is not None
-        probs = torch.softmax(logits[j : j + 1] / draws.temperature[j : j + 1, None], dim=-1)
-        cut: Any = SimpleNamespace(
-            top_k=int(draws.top_k[j]), top_p=float(draws.top_p[j]), min_p=float(draws.min_p[j])
-        )
-        seed, position = int(draws.seeds[j]) % 2**64, int(draws.positions[j])
-        tokens[j] = draw(probs.numpy(), [cut], [seed], [position])[0]
-    return tokens, failed
 
 
 class Seen:
@@ -102,8 +83,8 @@ def open_engine(folder: Path, there: bool, rule: str = "same", kv_tokens: int = 
     engine = build_engine(config, SINGLE)
     assert engine.speculator is not None
     drafter: Any = engine.speculator.drafter
-    assert drafter._pick is None  # on CPUs the host chooses
-    drafter._pick = pick if there else None
+    assert drafter._picker.pick is None  # on CPUs the host chooses
+    drafter._picker.pick = pick_there if there else None
     return engine
 
 
@@ -148,7 +129,7 @@ def test_drafts_are_those_of_rounds_on_the_host(
         for request in asked:
             engine.add_request(request)
         found.append((run(engine), seen))
-        assert len(drafter._said) == (there and (2 if rule == "rejection" else 1))
+        assert len(drafter._picker._said) == (there and (2 if rule == "rejection" else 1))
     assert len(looks) > (9 if rule == "same" else 0)  # steps whose drafts stayed where they were
     (want, host), (got, device) = found
     assert got == want and len(want) == len(asked)
@@ -192,9 +173,9 @@ def test_a_round_that_cannot_be_chosen_from_costs_this_ranks_drafts_alone(
         calls.append(len(logits))
         if len(calls) % 2 == 0:
             raise RuntimeError("as asked")
-        return pick(logits, draws)
+        return pick_there(logits, draws)
 
-    drafter._pick = broken
+    drafter._picker.pick = broken
     seen = Seen(drafter, monkeypatch)
     request = requests(64, 1, LENGTH)[0]
     engine.add_request(request)

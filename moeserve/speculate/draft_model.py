@@ -25,7 +25,8 @@ from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
-from moeserve.speculate.tree import DraftTree
+from moeserve.speculate.rounds_ahead import Pick, Picker, RoundsAhead
+from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
 from moeserve.tokenizer import Tokenizer
 
@@ -74,14 +75,16 @@ class DraftModelDrafter:
         collective: bool = False,
         rule: Rule = Rule.SAME,
         max_positions: int | None = None,
+        pick: Pick | None = None,
     ) -> None:
-        """max_positions: of a sequence; longer ones are not drafted for."""
+        """max_positions: of a sequence; longer ones are not drafted for. pick: see `Picker`."""
         device = torch.device(getattr(model, "device", "cpu"))
         self._model, self._rule, self._max_rows = model, rule, max_rows
         self._pages = model.cache_spec.allocate(num_blocks, block_size, device)
         self._blocks = BlockCache(num_blocks, block_size, max_sequences, prefix_cache=False)
         self._device, self._max_sequences = device, max_sequences
         self.collective = collective
+        self._picker = Picker(rule, device, pick)
         self._max_positions = max_positions or 1 << 62
         self.max_depth = self.max_nodes = max_depth
         self.failure: str | None = None  # of the last propose: why this rank drafted nothing
@@ -94,8 +97,10 @@ class DraftModelDrafter:
         """See Drafter: chains."""
         depth = min(depth, self.max_depth)
         self.failure = None
-        chains = Chains(asks, self._rule)
         rows = self._first(asks, depth) if depth > 0 else RoundRows()
+        if (pick := self._picker.takes(asks)) is not None:
+            return self._propose_ahead(asks, rows, depth, pick)
+        chains = Chains(asks, self._rule)
         for number in range(depth):
             if not rows.asks and not self.collective:
                 break
@@ -113,6 +118,36 @@ class DraftModelDrafter:
                 rows.add(i, len(known.tokens), draft, known.lease.table.ids, True)
                 known.tokens += draft
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
+
+    def _propose_ahead(
+        self, asks: Seq[DraftAsk], rows: RoundRows, depth: int, pick: Pick
+    ) -> list[DraftTree]:
+        """All rounds without waiting for one (`rounds_ahead`)."""
+        size = self._pages.block_size
+        rounds = RoundsAhead(rows, asks, depth, size, self._device, pick)
+        for number in range(depth):
+            batch = rounds.batch(number)
+            if not batch.num_tokens and not self.collective:
+                break
+            out = self._model.forward(batch, self._pages)
+            try:
+                rounds.pick(number, out.logits)
+            except Exception as error:  # peers are in the next round: so must this rank be
+                self.failure = one_line(error)
+                rounds.stop()
+        chains: list[list[int]] = []
+        if self.failure is None:
+            try:
+                chains = rounds.chains()
+            except Exception as error:  # no peer waits for it
+                self.failure = one_line(error)
+        if self.failure is not None:
+            return [DraftTree()] * len(asks)
+        for ask, tokens in zip(asks, chains, strict=True):
+            if tokens:  # the last draft that may be was not computed
+                ran = tokens[: min(ask.most, depth) - 1]
+                self._known[ask.sequence.request_id].tokens += ran
+        return [chain(tokens) for tokens in chains]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Seen in the tokens when it is asked next."""

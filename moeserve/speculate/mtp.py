@@ -40,10 +40,9 @@ from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
-from moeserve.speculate.rounds_ahead import Pick, RoundsAhead, pick_on_device, wants_host
+from moeserve.speculate.rounds_ahead import Pick, Picker, RoundsAhead
 from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
-from moeserve.terminal import say
 
 
 def most_within(num_tokens: int, num_positions: int) -> int:
@@ -93,12 +92,9 @@ class MtpDrafter:
         begin_round: Callable[[int, int], None] = _unheard,
         pick: Pick | None = None,
     ) -> None:
-        """pick: chooses tokens where the layer runs; None: on a GPU its kernels do, elsewhere the
-        host does, round by round."""
+        """pick: see `Picker`."""
         self._begin_round = begin_round
-        on_gpu = cache.layers[layer].device.type == "cuda"
-        self._pick = pick_on_device if pick is None and on_gpu else pick
-        self._said: set[str] = set()
+        self._picker = Picker(rule, cache.layers[layer].device, pick)
         self._model, self._cache, self._rule = model, cache, rule
         self._pages = cache.layers[layer]
         self._no_rows = self._pages.new_zeros(0, hidden_size)
@@ -115,8 +111,8 @@ class MtpDrafter:
         depth = min(depth, self.max_depth)
         self.failure = None
         rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
-        if self._picks_there(asks):
-            return self._propose_ahead(asks, rows, hidden, depth)
+        if (pick := self._picker.takes(asks)) is not None:
+            return self._propose_ahead(asks, rows, hidden, depth, pick)
         chains = Chains(asks, self._rule)
         for number in range(depth):
             batch = rows.batch(self._cache.block_size, self._pages.device)
@@ -141,26 +137,12 @@ class MtpDrafter:
                 self._add(rows, i, asks[i], end + number, chains.tokens[i][-1:], True)
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
 
-    def _picks_there(self, asks: Seq[DraftAsk]) -> bool:
-        """Whether this step's drafts are chosen on the device."""
-        if self._pick is None:
-            return False
-        why = wants_host(asks, self._rule)
-        if why is not None and why not in self._said:
-            self._said.add(why)
-            say(
-                f"speculate: drafts are chosen on the host, which waits for each round, in steps "
-                f"with a request that has {why}"
-            )
-        return why is None
-
     def _propose_ahead(
-        self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int
+        self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int, pick: Pick
     ) -> list[DraftTree]:
         """All rounds without waiting for one."""
-        assert self._pick is not None
         size, device = self._cache.block_size, self._pages.device
-        rounds = RoundsAhead(rows, asks, depth, size, device, self._pick)
+        rounds = RoundsAhead(rows, asks, depth, size, device, pick)
         for number in range(depth):
             batch = rounds.batch(number)
             self._begin_round(number, batch.num_tokens)

@@ -5,7 +5,7 @@ chose for it, which stays on the device. So one copy goes over before the first 
 back behind the last. Drafts behind a token that ends the output, or behind a row without a token,
 are computed in vain and cut afterwards: what is left is what rounds on the host give.
 
-What wants earlier drafts on the host (`wants_host`) goes round by round as ever.
+What wants earlier drafts on the host (`Picker`) goes round by round as ever.
 
 Knows: rows of rounds, what draws are made of. Knows nothing of which model runs the rows.
 
@@ -31,6 +31,7 @@ from moeserve.sequence import SamplingNeeds
 from moeserve.speculate.draft_rounds import RoundRows, tensors_of, there
 from moeserve.speculate.drafter import DraftAsk
 from moeserve.speculate.verify import Rule
+from moeserve.terminal import say
 
 # logits [k, V], what its rows draw with (None: all are greedy) -> tokens [k] int64, whether a row
 # has none [k] bool: all on the logits' device, nothing waited for
@@ -44,7 +45,32 @@ def pick_on_device(logits: Tensor, draws: RowDraws | None) -> tuple[Tensor, Tens
     return chosen.tokens, chosen.failed
 
 
-def wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
+class Picker:
+    """Says whether a step's drafts are chosen where the layer runs, and once each why they are not.
+
+    pick: how; None: the host chooses, round by round."""
+
+    def __init__(self, rule: Rule, device: torch.device, pick: Pick | None = None) -> None:
+        """pick None: on a GPU its kernels choose, elsewhere the host does."""
+        self.pick = pick_on_device if pick is None and device.type == "cuda" else pick
+        self._rule = rule
+        self._said: set[str] = set()
+
+    def takes(self, asks: Seq[DraftAsk]) -> Pick | None:
+        """For the drafts of these; None: the host chooses."""
+        if self.pick is None:
+            return None
+        why = _wants_host(asks, self._rule)
+        if why is not None and why not in self._said:
+            self._said.add(why)
+            say(
+                f"speculate: drafts are chosen on the host, which waits for each round, in steps "
+                f"with a request that has {why}"
+            )
+        return self.pick if why is None else None
+
+
+def _wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
     """Why a round's tokens must be chosen on the host; None: they need not."""
     for ask in asks:
         needs = ask.sequence.needs if ask.most > 0 else 0
@@ -65,7 +91,7 @@ class RoundsAhead:
         depth: int,
         size: int,
         device: torch.device,
-        pick: Pick = pick_on_device,
+        pick: Pick,
     ) -> None:
         """rows: of round 0. size: of a block."""
         self._pick, self._given = pick, asks
