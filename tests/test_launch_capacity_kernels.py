@@ -20,7 +20,8 @@ from launch.cli import app
 from models.deepseek.kernels.gpu.mla_plan import Partitions
 from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
-    attention_decode,
+    attention_absorbed,
+    attention_fast,
     gate_and_shared,
     routed_experts,
     spread_rows,
@@ -89,7 +90,7 @@ def test_steps_agree_with_the_fitted_model(name: str) -> None:
 def test_launches_of_a_layer_are_counted() -> None:
     """`launch` was fitted on whole layers of V3: gaps of one come to it."""
     m = load_shape("deepseek-v3").config
-    layer = attention_decode(m, [4096] * 64, 1, False) + gate_and_shared(m, 64, 0)
+    layer = attention_absorbed(m, [4096] * 64, [1] * 64, False) + gate_and_shared(m, 64, 0)
     layer += routed_experts(m, 64, Experts([512, 512], routed=False), True)
     assert sum(u.launches for u in layer if u.part != "experts") == LAUNCHES
     assert sum(1 for u in layer if u.part == "experts") == 3
@@ -107,6 +108,28 @@ def test_steps_of_prefill_are_whole_prompts_and_a_piece() -> None:
     assert new == [2048] * 8 and contexts == [4096] * 8
     contexts, new = chunks(3000, work)
     assert new == [2048, 952] and contexts == [4096, (4096 + 2048 + 952) // 2]
+
+
+def test_few_new_tokens_of_a_prompt_attend_over_latents() -> None:
+    """As mla.py has it: from 171 new tokens on of DeepSeek-V3 it pays to expand keys."""
+    m = load_shape("deepseek-v3").config
+
+    def found(*new: int) -> set[str]:
+        return {u.kernel for u in attention_fast(m, [4096] * len(new), new, False)}
+
+    assert found(171) >= {"mla_prefill"} and "mla_decode" not in found(171)
+    assert found(170) >= {"mla_decode"} and "mla_prefill" not in found(170)
+    assert found(170, 171) >= {"mla_decode", "mla_prefill", "rows of each form"}
+    both = attention_fast(m, [4096, 4096], [170, 171], False)
+    core = sum(u.cost.flops for u in both if u.part == "core")
+    few = 170 * (4096 - 84) * 2 * 128 * (2 * 512 + 64)
+    many = (171 * 3925 + 171 * 172 // 2) * 2 * 128 * 320
+    assert core == few + many
+    # A prompt all but found in the cache takes no longer than one that is computed.
+    d = from_preset("v3-prefill-32")
+    steps = [kernel_step(d, Workload(4096, 1, share)) for share in (0.0, 0.9, 1.0)]
+    seconds = [s.seconds for s in steps if s is not None]
+    assert len(seconds) == 3 and max(seconds) < 2.5 * seconds[0]
 
 
 def test_partitions_of_deterministic_mode_cost_bytes() -> None:

@@ -105,7 +105,7 @@ def test_what_a_step_takes_grows_with_what_it_does() -> None:
     assert sum(least_seconds(prompts, H200, part) for part in parts) == pytest.approx(
         least_seconds(prompts, H200)
     )
-    absorbed = list(step_uses(V3, StepLoad(4, 4096, 2048, True, experts)))
+    absorbed = list(step_uses(V3, StepLoad(4, 4096, 4096, True, experts)))
     assert least_seconds(absorbed, H200) > least_seconds(prompts, H200)
 
 

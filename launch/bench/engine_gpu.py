@@ -243,10 +243,8 @@ def _failed(mode: str, what: str, count: int, length: int, error: Exception) -> 
 def with_prediction(row: EngineRow, config: DeepSeekConfig, limits: Limits) -> EngineRow:
     """Beside what was measured: the step's launches at these rates, one after the other."""
     decode = row.what == "decode"
-    new, context = 1 if decode else row.context, row.context
+    new = 1 if decode else row.context
     absorbed = decode or row.mode == "deterministic"
-    if absorbed and not decode:  # each row attends up to itself
-        context = max(1, row.context // 2)
     experts = even_experts(config, row.sequences * new, 1, config.n_routed_experts, routed=True)
-    uses = list(step_uses(config, StepLoad(row.sequences, new, context, absorbed, experts)))
+    uses = list(step_uses(config, StepLoad(row.sequences, new, row.context, absorbed, experts)))
     return replace(row, predicted=least_seconds(uses, limits), launches=num_launches(uses))

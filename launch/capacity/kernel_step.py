@@ -6,7 +6,7 @@ sources; all-to-alls and what overlap hides of them are taken from there as well
 
 Which kernels there are: models/deepseek/kernels/gpu/step_kernels.py. Knows: a GPU's peaks. Knows
 nothing of requests or prices. moeserve's own layout only: attention is data-parallel. Attention of
-prefill is that of fast mode (keys expanded), of decode that of deterministic mode unless told
+prefill is that of fast mode, of decode that of deterministic mode unless told
 otherwise.
 """
 
@@ -27,8 +27,8 @@ from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
 from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
     Use,
-    attention_decode,
-    attention_prefill,
+    attention_absorbed,
+    attention_fast,
     dense_layer,
     ends,
     gate_and_shared,
@@ -204,15 +204,15 @@ def _decode_attention(
     gpu: Gpu,
     c: Calibration,
 ) -> _Group:
-    contexts = [context] * sequences
-    return _timed(attention_decode(m, contexts, rows_each, kv_fp8, partitions), gpu, c)
+    contexts, new = [context] * sequences, [rows_each] * sequences
+    return _timed(attention_absorbed(m, contexts, new, kv_fp8, partitions), gpu, c)
 
 
 @lru_cache(maxsize=1024)
 def _prefill_attention(
     m: DeepSeekConfig, tokens: int, work: Workload, kv_fp8: bool, gpu: Gpu, c: Calibration
 ) -> _Group:
-    return _timed(attention_prefill(m, *chunks(tokens, work), kv_fp8), gpu, c)
+    return _timed(attention_fast(m, *chunks(tokens, work), kv_fp8), gpu, c)
 
 
 @lru_cache(maxsize=1024)

@@ -33,8 +33,9 @@ from models.deepseek.kernels.gpu import (
     scatter_rows,
     sort_pairs,
 )
-from models.deepseek.kernels.gpu.cost import KernelCost
+from models.deepseek.kernels.gpu.cost import NOTHING, KernelCost
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
+from models.deepseek.mla import naive_from
 
 # What bounds a kernel beside its bytes; "memory": nothing does.
 Kind = Literal["product", "grouped", "decode_core", "prefill_core", "memory"]
@@ -69,28 +70,19 @@ class Experts:
     routed: bool
 
 
-def attention_decode(
+def attention_absorbed(
     m: DeepSeekConfig,
     contexts: Sequence[int],
-    rows_each: int,
+    new: Sequence[int],
     kv_fp8: bool,
     partitions: Partitions = DETERMINISTIC,
 ) -> list[Use]:
-    """A layer in absorbed form, with the norm before it. contexts: of each sequence; rows_each:
-    1, or 1 + drafts."""
-    rows, heads = len(contexts) * rows_each, m.num_attention_heads
-    rank, turned = m.kv_lora_rank, m.qk_rope_head_dim
-    per_head = (
-        dense.dense_cost(rows, rank, m.qk_nope_head_dim, heads),
-        dense.dense_cost(rows, m.v_head_dim, rank, heads),
-    )
-    core = mla_decode.cost(
-        list(contexts), heads, rank, turned,
-        fp8=kv_fp8, rows_each=rows_each, partitions=partitions,
-    )  # fmt: skip
-    merged = max(map(partitions.count, contexts), default=1) > 1
+    """A layer over latents, with the norm before it: decode, and all of deterministic mode.
+    contexts: positions of each sequence when its new ones are written."""
+    rows, heads = sum(new), m.num_attention_heads
+    turned = m.qk_rope_head_dim
     uses = [_added_norm(m, rows), *_qkv_a(m, rows)]
-    uses += [_memory("mla_cache", mla_cache.cost(rows, rank, turned, kv_fp8))]
+    uses += [_memory("mla_cache", mla_cache.cost(rows, m.kv_lora_rank, turned, kv_fp8))]
     if m.q_lora_rank is not None:
         fused = _fp8(m)
         uses += [
@@ -100,19 +92,22 @@ def attention_decode(
             _product(m, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank),
         ]
     uses += [
-        Use("dense_per_head", "projections", "product", per_head[0]),
         _memory("rope", rope.rope_cost(rows, heads, turned)),
-        Use("mla_decode", "core", "decode_core", core, launches=1 + merged),
-        Use("dense_per_head", "projections", "product", per_head[1]),
+        *_over_latents(m, contexts, new, kv_fp8, partitions),
     ]
     return uses + _linear(m, "projections", rows, m.hidden_size, heads * m.v_head_dim)
 
 
-def attention_prefill(
+def attention_fast(
     m: DeepSeekConfig, contexts: Sequence[int], new: Sequence[int], kv_fp8: bool
 ) -> list[Use]:
-    """A layer in naive form, with the norm before it. contexts: positions of each sequence when its
-    new ones are written."""
+    """The same of prefill in fast mode: sequences with so many new tokens that it pays have keys
+    and values expanded (`mla.naive_from`), the others attend over latents."""
+    least = naive_from(m)
+    many = [(c, n) for c, n in zip(contexts, new, strict=True) if n >= least]
+    few = [(c, n) for c, n in zip(contexts, new, strict=True) if n < least]
+    if not many:
+        return attention_absorbed(m, contexts, new, kv_fp8)
     rows, heads = sum(new), m.num_attention_heads
     nope, turned, value = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     rank = m.kv_lora_rank
@@ -120,18 +115,25 @@ def attention_prefill(
     if m.q_lora_rank is not None:
         uses.append(_memory("rms_norm", norm.rms_norm_cost(rows, m.q_lora_rank)))
         uses += _linear(m, "projections", rows, heads * m.qk_head_dim, m.q_lora_rank)
-    whole = mla_prefill.cost(
-        list(contexts), list(new), heads,
-        rank=rank, rope=turned, nope=nope, value=value, fp8=kv_fp8,
-    )  # fmt: skip
-    expand = _product(m, "projections", sum(contexts), heads * (nope + value), rank)
-    return [
-        *uses,
+    uses += [
         _memory("rms_norm", norm.rms_norm_cost(rows, rank)),
         _memory("rope", rope.rope_cost(rows, 1, turned)),
         _memory("scatter_rows", scatter_rows.scatter_cost(rows, rank, turned)),
         _memory("rope", rope.rope_cost(rows, heads, turned)),
-        _memory("join of queries", _copied(rows * heads * m.qk_head_dim)),
+    ]
+    if few:
+        apart = _copied(rows * heads * (m.qk_head_dim + value))  # each form's rows, and back
+        uses.append(_memory("rows of each form", apart, launches=6))
+        seen, own = (list(x) for x in zip(*few, strict=True))
+        uses += _over_latents(m, seen, own, kv_fp8, DETERMINISTIC)
+    positions, queries = (list(x) for x in zip(*many, strict=True))
+    whole = mla_prefill.cost(
+        positions, queries, heads, rank=rank, rope=turned, nope=nope, value=value, fp8=kv_fp8
+    )
+    expand = _product(m, "projections", sum(positions), heads * (nope + value), rank)
+    return [
+        *uses,
+        _memory("join of queries", _copied(sum(queries) * heads * m.qk_head_dim)),
         # Its count has the expansion of keys in it, which is a product of its own.
         Use("mla_prefill", "core", "prefill_core", _less(whole, expand.cost)),
         expand,
@@ -209,6 +211,31 @@ def spread_rows(pairs: float, slots: int) -> list[int]:
     used = max(1, round(touched))
     each, more = divmod(max(math.ceil(pairs), 1), used)
     return [each + (i < more) for i in range(used)] + [0] * (slots - used)
+
+
+def _over_latents(
+    m: DeepSeekConfig,
+    contexts: Sequence[int],
+    new: Sequence[int],
+    kv_fp8: bool,
+    partitions: Partitions,
+) -> list[Use]:
+    rows, heads, rank = sum(new), m.num_attention_heads, m.kv_lora_rank
+    core = NOTHING
+    for each in sorted({*new}):  # rows of a sequence attend to fewer, the earlier they are
+        means = [c - (each - 1) // 2 for c, n in zip(contexts, new, strict=True) if n == each]
+        core += mla_decode.cost(
+            means, heads, rank, m.qk_rope_head_dim,
+            fp8=kv_fp8, rows_each=each, partitions=partitions,
+        )  # fmt: skip
+    up = dense.dense_cost(rows, rank, m.qk_nope_head_dim, heads)
+    back = dense.dense_cost(rows, m.v_head_dim, rank, heads)
+    merged = partitions.count(max(contexts)) > 1
+    return [
+        Use("dense_per_head", "projections", "product", up),
+        Use("mla_decode", "core", "decode_core", core, launches=1 + merged),
+        Use("dense_per_head", "projections", "product", back),
+    ]
 
 
 def _experts(m: DeepSeekConfig, rows: Sequence[int]) -> list[Use]:

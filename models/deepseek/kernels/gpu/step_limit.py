@@ -19,8 +19,8 @@ from models.deepseek.kernels.gpu.bench.limits import Limits
 from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
     Use,
-    attention_decode,
-    attention_prefill,
+    attention_absorbed,
+    attention_fast,
     dense_layer,
     ends,
     gate_and_shared,
@@ -35,9 +35,9 @@ H200 = Limits(memory=4.3e12, bf16=0.7e15, fp8=1.4e15, fp8_by="assumed", overhead
 @dataclass(frozen=True)
 class StepLoad:
     """One rank's step of `sequences`, each with `new` rows, which attend to `context` positions
-    once they are written. absorbed: attention over latents, as decode has it (and prefill where
-    bits count: context is then the mean over rows). experts: of this rank. hosted: pieces of the
-    shared expert that lie among them; else each rank computes it for its own rows."""
+    once they are written. absorbed: attention over latents, as decode has it, and prefill where
+    bits count. experts: of this rank. hosted: pieces of the shared expert that lie among them; else
+    each rank computes it for its own rows."""
 
     sequences: int
     new: int
@@ -65,9 +65,9 @@ def step_uses(m: DeepSeekConfig, load: StepLoad) -> Iterator[tuple[Use, int]]:
     """Each kernel, and how many layers have it."""
     contexts, new = [load.context] * load.sequences, [load.new] * load.sequences
     if load.absorbed:
-        attention = attention_decode(m, contexts, load.new, False)
+        attention = attention_absorbed(m, contexts, new, False)
     else:
-        attention = attention_prefill(m, contexts, new, False)
+        attention = attention_fast(m, contexts, new, False)
     moe = gate_and_shared(m, load.tokens, load.hosted)
     moe += routed_experts(m, load.tokens, load.experts, True)
     yield from ((use, m.num_hidden_layers) for use in attention)
