@@ -236,22 +236,26 @@ def test_drafts(
     assert capsys.readouterr().err.count("which waits for each round") == (most > 2)
 
 
+@pytest.mark.parametrize("kind", ["on", "edited"])
 def test_planned_ahead_nothing_is_asked_and_one_event_waited_for(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     with engine_on_cuda(
-        folders["bf16"], monkeypatch, engine={"quiet": True, "ahead": True}
+        folders["bf16"], monkeypatch, engine={"quiet": True, "ahead": "on"}
     ) as (engine, fake):  # fmt: skip
         assert isinstance(engine, AheadEngine)
         engine.api = api = ReplayedApi(CUDA)
-        ask(engine, 0, 30, **GREEDY)
+        ask(engine, 0, 30, **GREEDY, logprobs=1)
         ask(engine, 1, 3, temperature=0.7, top_p=0.9, seed=3)
-        waits = []
-        for of_step in steps(engine, fake):
-            assert of_step == []
-            waits.append(api.calls.count("wait"))
+        waits: list[int] = []
+        for number, of_step in enumerate(steps(engine, fake)):
+            assert of_step == [] or (kind == "edited" and len(of_step) == 1)
+            waits.append(api.calls.count("wait") + len(of_step))
             api.calls.clear()
-        assert max(waits) == 1 and waits[0] == 0
+            if number == 2 and kind == "edited":
+                ask(engine, 2, 3, **GREEDY | EDITS)
+        assert waits[0] == 0 and max(waits) == (2 if kind == "edited" else 1)
+        assert waits.count(2) <= 1  # where such a row joins those that were not read
         assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
         covered(fake.launches)
 
