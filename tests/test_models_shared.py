@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from w8a8_kernels import W8A8
 
 from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
@@ -72,10 +73,14 @@ def load(path: Path, placement: ExpertPlacement, kernels: Kernels, **options: An
 
 
 def load_rank(
-    path: Path, placement: ExpertPlacement, rank: int, keep_fp8: bool = False
+    path: Path,
+    placement: ExpertPlacement,
+    rank: int,
+    keep_fp8: bool = False,
+    kernels: Kernels | None = None,
 ) -> ModelWeights:
     plan = preflight(path, DeepSeekConfig.from_hf(path), placement, rank)
-    kernels = TorchKernels()
+    kernels = kernels or TorchKernels()
     return WeightLoader(plan, kernels, torch.float32, keep_kv_b=False, keep_fp8=keep_fp8).load()
 
 
@@ -270,12 +275,15 @@ def test_slots_of_a_layer_are_alike_on_all_ranks(tmp_path: Path) -> None:
             assert any("experts of 1 layers are dequantised" in note for note in weights.notes)
 
 
-@pytest.mark.parametrize("name", ["native", "torch"])
-@pytest.mark.parametrize("fp8", ["fp32", None])
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [("native", "fp32"), ("native", None), ("torch", "fp32"), ("torch", None), ("gpu", "fp32")],
+)
 def test_empty_slots_can_be_filled_later(name: str, fp8: str | None, tmp_path: Path) -> None:
-    """By bundles as they are: the model then says what one loaded with that placement says."""
+    """By bundles as they are: the model then says what one loaded with that placement says. gpu:
+    slots as they lie there, stacked matrix by matrix."""
     path = write(tmp_path / "c", "v2-lite", fp8)
-    kernels = kernels_named(name)
+    kernels = W8A8() if name == "gpu" else kernels_named(name)
     before = ExpertPlacement.from_physical_to_logical([[*range(10), EMPTY, EMPTY]], 1, 10)
     after = ExpertPlacement.from_physical_to_logical(
         [[9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 8]], 1, 10, generation=1
@@ -284,12 +292,24 @@ def test_empty_slots_can_be_filled_later(name: str, fp8: str | None, tmp_path: P
     expected = logits(model)
     (experts,) = model.expert_weights()
     assert not bool(experts.bundle(11).cut().any())
+    assert (len(experts.bundle(11).parts) > 1) is (name == "gpu")
     for target, source in ((10, 0), (11, 8), (0, 9)):
         experts.bundle(target).copy_from(experts.bundle(source).cut())
     model.adopt_placement(after)
     assert torch.equal(logits(model), expected)
-    experts.bundle(10).cut().zero_()  # expert 0: this must show
+    experts.bundle(10).copy_from(torch.zeros_like(experts.bundle(10).cut()))  # this must show
     assert not torch.equal(logits(model), expected)
+
+
+def test_where_scales_are_powers_of_two_slots_say_so(tmp_path: Path) -> None:
+    """Rows are then scaled so as well: among ranks that do not all, no expert may move."""
+    layouts = []
+    for scales in ("fp32", "pow2"):
+        path = write(tmp_path / scales, "v3", scales, num_nextn_predict_layers=0)
+        placement = ExpertPlacement.trivial(1, 8, 1)
+        (moe,) = load_rank(path, placement, 0, keep_fp8=True, kernels=W8A8()).moe_layers()
+        layouts.append(moe.bundle_layout)
+    assert layouts[1] == layouts[0] + ", scales are powers of two"
 
 
 def test_a_rank_of_empty_slots_takes_fp8(tmp_path: Path) -> None:

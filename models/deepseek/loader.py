@@ -285,6 +285,8 @@ def _join(parts: dict[str, Any]) -> LayerWeights:
     ffn = result("ffn")
     if ffn is None:
         row, experts, layout = parts["moe"]
+        if getattr(experts, "ue8m0", False):  # kernels that treat such scales otherwise have it
+            layout += ", scales are powers of two"
         gate, bias = result("gate")
         ffn = MoeWeights(row, gate, bias, experts, result("shared") or (), layout)
     return LayerWeights(result("input_norm"), result("post_norm"), result("attention"), ffn)

@@ -25,8 +25,9 @@ from models.deepseek.kernels.gpu.gemm_adapters import (
     problem_of,
 )
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
-from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm, owners_of_rows, parameters
+from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm, parameters
 from models.deepseek.kernels.gpu.quant import quantise
+from models.deepseek.kernels.gpu.row_owners import row_owners, row_owners_twin
 from models.deepseek.kernels.gpu.weights import words_of
 
 BF16 = torch.bfloat16
@@ -103,11 +104,28 @@ def test_psum_segments_of_another_alignment_go_by_owners() -> None:
 
 def test_owners() -> None:
     ends = torch.tensor([0, 3, 3, 6, 6], dtype=torch.int32)
-    assert owners_of_rows(8, ends, 4, None).tolist() == [1, 1, 1, -1, 3, 3, -1, -1]
+    assert row_owners(8, ends, 4).tolist() == [1, 1, 1, -1, 3, 3, -1, -1]
     starts = torch.tensor([0, 0, 4, 4, 8], dtype=torch.int32)
     ends = torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32)
-    assert owners_of_rows(9, ends, 4, starts).tolist() == [1, 1, -1, -1, 3, -1, -1, -1, -1]
-    assert owners_of_rows(0, ends, 4, starts).tolist() == []
+    assert row_owners(9, ends, 4, starts).tolist() == [1, 1, -1, -1, 3, -1, -1, -1, -1]
+    assert row_owners(0, ends, 4, starts).tolist() == []
+    with pytest.raises(ShapeRefused, match="int32"):
+        row_owners(9, ends.long(), 4)
+
+
+@pytest.mark.parametrize("rows_in_all", [511, 1100])
+def test_owners_of_many(rows_in_all: int) -> None:
+    """Random counts, none among them; rows beyond what there is room for belong to nobody."""
+    counts = torch.randint(-60, 200, (9,), generator=torch.Generator().manual_seed(rows_in_all))
+    counts.clamp_(min=0)
+    rooms = (counts + 127) // 128 * 128
+    starts = (rooms.cumsum(0) - rooms).to(torch.int32)
+    ends = starts + counts.to(torch.int32)
+    want = row_owners_twin(rows_in_all, ends, 128)
+    assert torch.equal(row_owners(rows_in_all, ends, 128), want)
+    assert torch.equal(row_owners(rows_in_all, ends, 128, starts), want)
+    assert torch.equal(row_owners_twin(rows_in_all, ends, 128, starts), want)
+    assert want.min() == -1 and want.max() >= 3
 
 
 @pytest.mark.parametrize(("experts", "room", "arch"), [(3, 128, 90), (2, 16, 100), (1, 5, 90)])

@@ -30,6 +30,7 @@ from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.fp8_gemm import check_codes, check_operands
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, problem_of
 from models.deepseek.kernels.gpu.grouped_gemm import ALIGNMENT
+from models.deepseek.kernels.gpu.row_owners import row_owners
 from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT, view_scales
 
 ARCHS = (90, 100)
@@ -124,7 +125,7 @@ class DeepGemm:
                 more["expected_m_for_psum_layout"] = expected_rows
             function((a, a_scales), stacked, out, ends, **more)
             return out
-        owners = owners_of_rows(a.shape[0], ends, alignment, starts)
+        owners = row_owners(a.shape[0], ends, alignment, starts)
         function((a, a_scales), stacked, out, owners)
         return out
 
@@ -206,22 +207,6 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     except (TypeError, ValueError):
         lines = (getattr(function, "__doc__", None) or "").strip().splitlines()
         return tuple(re.findall(r"[(,]\s*(\w+)\s*:", lines[0])) if lines else ()
-
-
-def owners_of_rows(rows: int, ends: Tensor, alignment: int, starts: Tensor | None) -> Tensor:
-    """[rows] int32: the expert that each row belongs to, -1 for none; ends and starts [e] int32, in
-    order. On their device, which nobody waits for."""
-    begins = starts
-    if begins is None:
-        before = torch.nn.functional.pad(ends[:-1], (1, 0))
-        begins = (before + (alignment - 1)) // alignment * alignment
-    # An expert without rows may end before it begins: what counts is where anyone has ended.
-    reach = torch.maximum(ends, begins).cummax(0).values
-    at = torch.arange(rows, dtype=torch.int32, device=ends.device)
-    owner = torch.searchsorted(reach, at, right=True, out_int32=True)
-    held = owner.clamp(max=ends.shape[0] - 1).long()
-    inside = (owner < ends.shape[0]) & (at >= begins[held]) & (at < ends[held])
-    return torch.where(inside, owner, -1)
 
 
 def back_to_back(x: Tensor) -> Tensor:

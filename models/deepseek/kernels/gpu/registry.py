@@ -17,6 +17,7 @@ MODULES: tuple[str, ...] = (
     "norm_quant",
     "fp8_gemm",
     "grouped_gemm",
+    "row_owners",
     "router",
     "gate",
     "sort_pairs",
