@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from speculate_world import pick_there
 from torch import Tensor
 
 from dispatch.local import LocalDispatcher
@@ -29,11 +30,13 @@ from moeserve.sequence import Sequence
 from moeserve.speculate import draft_rounds, mtp
 from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.mtp import MtpDrafter
+from moeserve.speculate.rounds_ahead import Pick
 from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule, verify
 
 SINGLE = EPGroup.single()
 BLOCK = 4
+PICKS = pytest.mark.parametrize("pick", [None, pick_there], ids=["host", "there"])
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +68,14 @@ def model(folder: Path) -> DeepSeekModel:
 class Desk:
     """A drafter with blocks, and the target's hidden states from elsewhere."""
 
-    def __init__(self, model: Any, rule: Rule = Rule.SAME) -> None:
+    def __init__(self, model: Any, rule: Rule = Rule.SAME, pick: Pick | None = None) -> None:
         self.model = model
         pages = model.cache_spec.allocate(64, BLOCK, torch.device("cpu"))
         for layer in pages.layers:
             layer.fill_(7.0)  # what nobody wrote is not to be read
         self.blocks = BlockCache(64, BLOCK, 8)
         self.drafter = MtpDrafter(
-            model, pages, len(pages.layers) - 1, model.config.hidden_size, rule=rule
+            model, pages, len(pages.layers) - 1, model.config.hidden_size, rule=rule, pick=pick
         )
 
     def begin(self, name: str, num: int, **params: object) -> Sequence:
@@ -108,8 +111,11 @@ class Desk:
         return drafts
 
 
-def test_drafts_are_the_layers_own_whatever_was_drafted_before(model: DeepSeekModel) -> None:
-    desk = Desk(model)
+@PICKS
+def test_drafts_are_the_layers_own_whatever_was_drafted_before(
+    model: DeepSeekModel, pick: Pick | None
+) -> None:
+    desk = Desk(model, pick=pick)
     drafter: Drafter = desk.drafter
     one = desk.begin("a", 9)
     other = desk.begin("b", 6, temperature=0.9, top_p=0.9, seed=4)
@@ -219,8 +225,9 @@ def test_the_output_is_that_without_speculation(
         assert one.tokens[7:][:10] == alone.tokens[7:]
 
 
+@PICKS
 def test_drafts_are_the_same_expert_parallel_and_a_rank_without_sequences_takes_part(
-    model: DeepSeekModel, folder: Path
+    model: DeepSeekModel, folder: Path, pick: Pick | None
 ) -> None:
     """Four ranks: one has two sequences, two none, one a sequence at its limit of drafts."""
     prompts = {0: [(9, 3), (5, 2)], 2: [(7, 0)]}
@@ -238,7 +245,7 @@ def test_drafts_are_the_same_expert_parallel_and_a_rank_without_sequences_takes_
     alone = Desk(model)
     wanted = {rank: alone.drafter.propose(asks_of(alone, rank), 3) for rank in prompts}
     board = ThreadBoard(4)
-    desks = [Desk(load(folder, board.group(rank))) for rank in range(4)]
+    desks = [Desk(load(folder, board.group(rank)), pick=pick) for rank in range(4)]
     asks = [asks_of(desk, rank) for rank, desk in enumerate(desks)]
     found: dict[int, list[DraftTree]] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
+from moeserve.device.ahead import AheadEngine
 from moeserve.device.api import CudaApi
 from moeserve.engine import Engine
 from moeserve.request import Request, SamplingParams
@@ -31,17 +33,19 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_random_checkpoint(path, config, tokenizer=False, fp8=request.param)
 
 
-def open_engine(folder: Path, **engine: Any) -> Engine:
+def open_engine(folder: Path, speculate: str = "off", **engine: Any) -> Engine:
     sections: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": folder, "dtype": "bfloat16"},
         "cache": {"kv_tokens": 4096},
         "schedule": {"max_model_len": 256, "max_num_sequences": 6, "token_budget": 32},
-        "engine": {"device": "cuda", "quiet": True} | engine,
+        "engine": {"device": "cuda", "quiet": True, "ahead": "off"} | engine,
+        "speculate": {"method": speculate},
     }
     return build_engine(ServeConfig.load(None, sections), EPGroup.single())
 
 
-def tokens(engine: Engine, **sampling: Any) -> list[list[int]]:
+def tokens(engine: Engine, waits: list[int] | None = None, **sampling: Any) -> list[list[int]]:
+    """waits: gets how often torch itself waited for the device, of each step."""
     said: list[list[int]] = [[] for _ in PROMPTS]
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(
@@ -51,7 +55,16 @@ def tokens(engine: Engine, **sampling: Any) -> list[list[int]]:
             Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=params)
         )
     while engine.has_work:
-        for output in engine.step():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                outputs = engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        if waits is not None:
+            waits.append(sum("synchronizing CUDA operation" in str(w.message) for w in told))
+        for output in outputs:
             assert output.error is None, output.error
             said[int(output.request_id)] += output.token_ids
     assert [len(each) for each in said] == [20, 21, 22, 23]
@@ -66,8 +79,24 @@ def test_captured_and_ahead_give_the_same(folder: Path, sampling: dict[str, Any]
     assert captured.runner.graphs.rungs == (1, 2, 4, 6)
     assert tokens(captured, **sampling) == want
     assert captured.runner.graphs.num_replays > 10
-    ahead = open_engine(folder, ahead=True)
+    ahead = open_engine(folder, ahead="auto")
+    assert isinstance(ahead, AheadEngine)
     assert tokens(ahead, **sampling) == want
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize(("how", "most"), [("off", 1), ("ahead", 0), ("mtp:3", 2)])
+def test_how_often_a_step_waits(
+    folder: Path, sampling: dict[str, Any], how: str, most: int
+) -> None:
+    """Drafts change no token. Planned ahead a step waits for an event alone."""
+    want = tokens(open_engine(folder), **sampling)
+    engine = open_engine(
+        folder, how if how.startswith("mtp") else "off", ahead="on" if how == "ahead" else "off"
+    )
+    waits: list[int] = []
+    assert tokens(engine, waits, logprobs=2, **sampling) == want
+    assert max(waits) == most, waits
 
 
 def test_memory_is_planned_and_held(folder: Path) -> None:
