@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine_steps import steps_until_all_stop
 from gloo_ranks import ROOT, fork_ranks, run_ranks
-from speculate_world import Oracle, requests
+from speculate_world import Oracle, pick_there, requests
 
 from ep.group import EPGroup
 from ep.load import DECODE, LoadWindow
@@ -146,9 +146,10 @@ def serve(
         made: Drafter
         if drafter == "mtp":
             layer, hidden = model.config.num_hidden_layers, model.config.hidden_size
-            made = MtpDrafter(
-                runner, pages, layer, hidden, most, begin_round=lambda *x: told.begin_round(*x)
-            )
+            made = MtpDrafter(  # of some ranks the device chooses, of others the host, as they must
+                runner, pages, layer, hidden, most, begin_round=lambda *x: told.begin_round(*x),
+                pick=pick_there if group.rank % 2 else None,
+            )  # fmt: skip
         elif drafter == "ngram":
             made = NgramDrafter(model.config.vocab_size, most, longest=3, shortest=1)
         else:
