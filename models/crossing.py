@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+EDGE = 16  # bytes; a pointer that is no multiple of it has a kernel compiled anew
+
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on the host -> on the device. The host waits for nothing."""
@@ -22,10 +24,10 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def sent_all(parts: Seq[Tensor], device: torch.device) -> list[Tensor]:
-    """The same of several, by one copy."""
+    """The same of several, by one copy. Each begins where kernels are compiled for (EDGE)."""
     if device.type == "cpu":
         return list(parts)
-    return unpacked(sent(packed(parts), device), parts)
+    return unpacked(sent(packed(parts, EDGE), device), parts, EDGE)
 
 
 def brought(parts: Seq[Tensor]) -> list[Tensor]:
@@ -35,19 +37,25 @@ def brought(parts: Seq[Tensor]) -> list[Tensor]:
     return unpacked(packed(parts).cpu(), parts)
 
 
-def packed(parts: Seq[Tensor]) -> Tensor:
-    """[n] uint8: the parts' bytes, in an order in which each begins where its type may."""
-    return torch.cat([parts[i].reshape(-1).view(torch.uint8) for i in _order(parts)])
+def packed(parts: Seq[Tensor], edge: int = 1) -> Tensor:
+    """[n] uint8: the parts' bytes, in an order in which each begins where its type may, and at a
+    multiple of `edge`."""
+    pieces = []
+    for i in _order(parts):
+        pieces.append(parts[i].reshape(-1).view(torch.uint8))
+        if gap := -parts[i].nbytes % edge:
+            pieces.append(pieces[-1].new_zeros(gap))
+    return torch.cat(pieces)
 
 
-def unpacked(memory: Tensor, likes: Seq[Tensor]) -> list[Tensor]:
+def unpacked(memory: Tensor, likes: Seq[Tensor], edge: int = 1) -> list[Tensor]:
     """memory: `packed` of such tensors, wherever it lies -> the tensors in it."""
     found: list[Tensor] = [memory] * len(likes)
     at = 0
     for i in _order(likes):
         like = likes[i]
         found[i] = memory[at : at + like.nbytes].view(like.dtype).view(like.shape)
-        at += like.nbytes
+        at += like.nbytes + -like.nbytes % edge
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import CUDA, fake_cuda
 
-from models.crossing import brought, packed, sent, sent_all, unpacked
+from models.crossing import EDGE, brought, packed, sent, sent_all, unpacked
 
 PARTS = [
     torch.tensor([True, False, True]),
@@ -21,16 +21,19 @@ PARTS = [
 ]
 
 
+@pytest.mark.parametrize("edge", [1, EDGE])
 @pytest.mark.parametrize("count", range(len(PARTS) + 1))
-def test_packed_and_unpacked(count: int) -> None:
+def test_packed_and_unpacked(count: int, edge: int) -> None:
     parts = PARTS[len(PARTS) - count :]
     if not parts:
         assert brought([]) == sent_all([], torch.device("cpu")) == []
         return
-    memory = packed(parts)
-    assert memory.dtype is torch.uint8 and len(memory) == sum(x.nbytes for x in parts)
-    for got, want in zip(unpacked(memory, parts), parts, strict=True):
+    memory = packed(parts, edge)
+    assert memory.dtype is torch.uint8
+    assert len(memory) == sum(-(-x.nbytes // edge) * edge for x in parts)
+    for got, want in zip(unpacked(memory, parts, edge), parts, strict=True):
         assert got.dtype is want.dtype and torch.equal(got, want)
+        assert got.storage_offset() * got.element_size() % edge == 0
 
 
 def test_on_a_cpu_nothing_moves() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.crossing import EDGE
 from models.interface import ForwardBatch
 from moeserve.device.api import DeviceApi, Event
 
@@ -35,14 +36,15 @@ FIELDS = (
 
 
 class Pack:
-    """Tensors of given shapes and types in one run of bytes, wherever that lies."""
+    """Tensors of given shapes and types in one run of bytes, wherever that lies, each at an EDGE of
+    it."""
 
     def __init__(self, likes: Mapping[str, Tensor]) -> None:
         self._places: dict[str, tuple[int, int, torch.Size, torch.dtype]] = {}
         at = 0
         for name, like in sorted(likes.items(), key=lambda item: -item[1].element_size()):
             self._places[name] = (at, at + like.nbytes, like.shape, like.dtype)
-            at += like.nbytes
+            at += like.nbytes + -like.nbytes % EDGE
         self.nbytes = at
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:

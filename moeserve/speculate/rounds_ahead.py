@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.crossing import brought, sent_all
+from models.crossing import EDGE, brought, sent_all
 from models.interface import ForwardBatch
 from moeserve.row_draws import RowDraws, draw_parts
 from moeserve.sequence import SamplingNeeds
@@ -115,7 +115,7 @@ class RoundsAhead:
         )
         sequences = [asks[i].sequence for i in self._asks]
         out = torch.tensor([s.num_output_tokens for s in sequences], dtype=torch.int64)
-        outs = out + torch.arange(len(behind.positions) + 1)[:, None]
+        outs = _wide(out + torch.arange(len(behind.positions) + 1)[:, None])
         is_random = any(s.needs & SamplingNeeds.RANDOM for s in sequences)
         draws = draw_parts(sequences) if is_random else []
         parts = [tensors_of(first), behind.tensors, [outs], draws]
@@ -184,8 +184,8 @@ class RoundsAhead:
 
 @dataclass(frozen=True)
 class _Behind:
-    """Of the rounds from 1 on, a row a sequence: positions, slots [R - 1, S] int64, contexts
-    [R - 1, S] int32, tables [S, W] int32, starts [S + 1] int32, numbers [S] int64. What a round
+    """Of the rounds from 1 on, a row a sequence: positions, slots [R - 1, >= S] int64, contexts
+    [R - 1, >= S] int32, tables [S, W] int32, starts [S + 1] int32, numbers [S] int64. What a round
     says of sequences that have no row in it means nothing."""
 
     positions: Tensor
@@ -231,7 +231,12 @@ def _behind(begins: Seq[int], blocks: Seq[list[int]], most: Seq[int], size: int)
         slots[:] = tables[np.arange(num)[None, :], places]
         slots = slots * size + positions % size
     return _Behind(
-        torch.from_numpy(positions), torch.from_numpy(slots),
-        torch.from_numpy((positions + 1).astype(np.int32)), torch.from_numpy(tables),
+        _wide(torch.from_numpy(positions)), _wide(torch.from_numpy(slots)),
+        _wide(torch.from_numpy((positions + 1).astype(np.int32))), torch.from_numpy(tables),
         torch.arange(num + 1, dtype=torch.int32), torch.arange(num),
     )  # fmt: skip
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """[R, S] -> with columns behind them that mean nothing, so that each row begins at an EDGE."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % (EDGE // rows.element_size())))
