@@ -53,7 +53,7 @@ class Uncounted:
         if joined.shape[0] != sum(lengths):
             joined = torch.cat([x[:length] for x, length in zip(picks, lengths, strict=True)])
         assert joined.shape[0] == sum(lengths), "picks of fewer rows than the plan has"
-        if api is None or joined.device.type == "cpu":
+        if api is None:
             return cls(steps, rows, bases, lengths, joined.cpu())
         host = api.pinned(joined.nbytes).view(joined.dtype).view(joined.shape)
         host.copy_(joined, non_blocking=True)
