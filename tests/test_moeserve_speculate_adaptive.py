@@ -169,7 +169,7 @@ def test_allotted_drafts_are_the_likeliest_that_fit(
 
 
 def settle(
-    policy: AdaptiveDepth, reach: np.ndarray, costs: Costs, steps: int = 40, most: int = 1000
+    policy: AdaptiveDepth, reach: np.ndarray, costs: Costs, steps: int = 80, most: int = 1000
 ) -> int:
     room = rooms(len(reach), reach.shape[1])
     for _ in range(steps):
@@ -186,7 +186,7 @@ def test_the_rate_it_settles_at_is_within_the_margin_of_the_best(
     reach, costs = reaches(rates), Costs(100 * MS, a_token * MS, a_round * MS)
     policy = AdaptiveDepth(3)
     settle(policy, reach, costs)
-    if policy._trial or policy._rest:
+    if policy._trial:
         return
     counts = policy.allot(reach, rooms(len(rates)), 1000)
 
@@ -245,13 +245,13 @@ def test_it_does_not_swing_between_depths_that_are_equally_good() -> None:
     rng = np.random.default_rng(2)
     policy = AdaptiveDepth(6)
     changes, last = 0, 0
-    for _ in range(400):
+    for step in range(400):
         reach = reaches(np.clip(rng.normal(0.75, 0.02, (2, 6)), 0, 1).tolist())
         costs = Costs(int(rng.normal(20, 0.4) * MS), MS, MS)
         depth = policy.agree([policy.offer(reach, rooms(2), 50)], costs)
-        changes += depth != last
+        changes += depth != last and step > adaptive.FIRST + adaptive.TRIAL
         last = depth
-    assert changes <= 6 and last > 0
+    assert changes <= 3 and last > 0
 
 
 def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
@@ -264,7 +264,7 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
         if policy.depth:
             tried += 1
             assert policy.depth == 1 and policy.allot(bad, rooms(1), 9).tolist() == [1]
-    assert 2 <= tried <= 3 * adaptive.TRIAL  # later and later
+    assert 2 <= tried <= 4 * adaptive.TRIAL // 2  # later and later
     for _ in range(adaptive.PROBE + 20):
         policy.agree([policy.offer(good, rooms(1), 9)], costs)
     assert policy.depth >= 3
@@ -273,19 +273,49 @@ def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
 
 
 def test_costs_that_cannot_be_are_measured_once_more() -> None:
-    """A neighbour worked during the trial and not during the rest: a row seems to cost a step."""
+    """First calls, or a neighbour that worked whenever drafts were made: a row seems to cost a
+    step."""
     policy, good = AdaptiveDepth(4), reaches([[0.9] * 4])
     unlikely, right = Costs(MS, 4 * MS, MS), Costs(5 * MS, MS // 10, MS)
-    depths = []
-    for _ in range(2 * (adaptive.TRIAL + adaptive.REST) + 1):
-        policy.agree([policy.offer(good, rooms(1), 9)], right if policy.renewed else unlikely)
+    renewed, depths = 0, []
+    for _ in range(adaptive.FIRST + 2 * adaptive.TRIAL + 2):
+        policy.agree([policy.offer(good, rooms(1), 9)], right if renewed > 1 else unlikely)
+        renewed += policy.renews
         depths.append(policy.depth)
-    assert policy.renewed and policy.depth >= 3
-    assert depths.count(1) == 2 * adaptive.TRIAL and 0 in depths
-    steady = AdaptiveDepth(4)  # it believes what it sees a second time
-    for _ in range(3 * (adaptive.TRIAL + adaptive.REST)):
+    assert renewed == 2 and policy.depth >= 3
+    assert depths.count(1) in range(adaptive.SURE, adaptive.TRIAL + 1) and depths[-1] >= 3
+    steady = AdaptiveDepth(4)  # what it sees again and again it believes
+    for _ in range(adaptive.FIRST + 4 * adaptive.TRIAL):
         steady.agree([steady.offer(good, rooms(1), 9)], unlikely)
     assert steady.depth == 0
+
+
+def test_trials_draft_and_do_not_by_turns_and_the_state_is_kept_between() -> None:
+    policy, costs = AdaptiveDepth(4), Costs(20 * MS, MS, MS)
+    reach, depths, held = reaches([[0.8] * 4]), [], []
+    for _ in range(adaptive.FIRST - 1 + adaptive.TRIAL):
+        held.append(policy.holds)
+        if policy.looks:
+            policy.agree([policy.offer(reach, rooms(1), 9)], costs)
+        else:
+            policy.pass_by()
+        depths.append(policy.depth)
+    assert depths == [0] * (adaptive.FIRST - 1) + [1, 0] * (adaptive.TRIAL // 2)
+    assert all(held), "hidden states of steps that draft nothing are wanted by the next that does"
+
+
+def test_a_mean_over_looks_decides_not_a_single_one() -> None:
+    policy, costs = AdaptiveDepth(6), Costs(20 * MS, MS, 3 * MS)
+    good, short = reaches([[0.85] * 6]), reaches([[0.3] + [0.0] * 5])
+    settle(policy, good, costs, 60)
+    before = policy.depth
+    assert before > 1
+    settle(policy, short, costs, 1)  # one look: a text that ended, a stall
+    settle(policy, good, costs, 20)
+    assert policy.depth == before and not policy._trial
+    settle(policy, short, costs, 20)
+    assert policy.depth < before
+
     model = CostModel()
     for _ in range(9):
         model.add(1, 0.005, 1, 0.001)
@@ -296,15 +326,18 @@ def test_costs_that_cannot_be_are_measured_once_more() -> None:
 
 def test_trials_that_fail_come_later_and_later_until_the_load_halves() -> None:
     policy, costs = AdaptiveDepth(4), Costs(20 * MS, 2 * MS, 3 * MS)
-    bad, trials, step = reaches([[0.05] * 4] * 4), [], 0
+    bad, step = reaches([[0.05] * 4] * 4), 0
+    trials: list[int] = []
     while len(trials) < 4:
-        before = policy.depth
+        before = policy._trial
         policy.agree([policy.offer(bad, rooms(4), 9)], costs)
-        if policy.depth and not before:
+        if policy._trial and not before:
             trials.append(step)
         step += 1
     waits = np.diff(trials)
-    assert waits[1] > 1.9 * waits[0] and waits[2] > 1.9 * waits[1] and waits[0] > adaptive.PROBE
+    assert (
+        waits[1] > 1.9 * waits[0] and waits[2] > 1.9 * waits[1] and waits[0] > adaptive.PROBE // 2
+    )
     steps = 0  # now two of the four are left
     while not policy.depth or steps < 4:
         policy.agree([policy.offer(bad[:2], rooms(2), 9)], costs)
@@ -314,10 +347,10 @@ def test_trials_that_fail_come_later_and_later_until_the_load_halves() -> None:
 
 def test_before_anything_was_measured_one_token_is_drafted() -> None:
     policy, costs = AdaptiveDepth(4), CostModel()
-    for step in range(20):
+    for step in range(adaptive.FIRST + adaptive.TRIAL + 4):
         reach = reaches([[0.9] * 4])
         depth = policy.agree([policy.offer(reach, rooms(1), 9)], costs.costs())
-        assert depth == 1 or step > 4
+        assert depth <= 1 or step > adaptive.FIRST + 4
         costs.add(1 + step % 2, 0.02 + 0.0001 * (step % 2), depth, 0.001 * depth)
     assert policy.depth > 1
 
@@ -350,8 +383,9 @@ def test_at_depth_0_it_looks_only_now_and_then() -> None:
             looked += 1
             policy.agree([policy.offer(reaches([[0.1] * 4]), rooms(1), 9)], costs)
         else:
-            assert policy.pass_by() == policy.depth == 0
-    assert adaptive.PROBE // adaptive.LOOK <= looked <= adaptive.PROBE // adaptive.LOOK + 16
+            assert policy.pass_by() == policy.depth
+    assert looked >= adaptive.PROBE // adaptive.LOOK
+    assert looked <= adaptive.PROBE // adaptive.LOOK + 2 * adaptive.TRIAL
 
 
 # -- the whole loop -------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ LIFE = 60  # steps of a sequence: the next one is known as little as a new one
 FIRST_RUN = 20.0  # times as long as another, of drafting
 
 
+Noise = Callable[[random.Random, int], float]
+
+
 @dataclass(frozen=True)
 class World:
     """chances: of each position, given those before. verify: cost of a step at so many drafts a
@@ -94,33 +97,75 @@ def other_jobs(rng: random.Random, step: int) -> float:
     return load * math.exp(rng.gauss(0, 0.12)) * (rng.uniform(2, 6) if rng.random() < 0.03 else 1)
 
 
-NOISES: list[Callable[[random.Random, int], float]] = [quiet, stalls, other_jobs]
+def cold(rng: random.Random, step: int) -> float:
+    """First calls of everything, then what a shared machine does."""
+    return (1 + 4 * math.exp(-step / 6)) * math.exp(rng.gauss(0, 0.2))
+
+
+def rough(rng: random.Random, step: int) -> float:
+    """Steps are quick or slow, as processes wake each other in time or not."""
+    return rng.choice((0.8, 1.25)) * math.exp(rng.gauss(0, 0.15))
+
+
+NOISES: list[Noise] = [quiet, stalls, other_jobs, cold, rough]
 
 
 def speed(
-    world: World, noise: Callable[[random.Random, int], float], steps: int, seed: int = 0
+    world: World,
+    noise: Noise,
+    steps: int,
+    seed: int = 0,
+    output: int = 0,
+    fixed: int | None = None,
 ) -> float:
-    """Tokens over time, trials included."""
+    """Tokens over time, trials included. output: tokens of a sequence; texts differ then, and the
+    first batch does not count. 0: sequences live for LIFE steps, all alike. fixed: this depth."""
     rng, num, width = random.Random(seed), world.batch, len(world.chances)
     policy, known, costs = AdaptiveDepth(width), Acceptance(width), CostModel()
-    room, counts = np.full(num, 20), np.zeros(num, np.int64)
-    tokens, time, was_run = 0, 0.0, False
+    endless, counts = np.full(num, width), np.zeros(num, np.int64)
+    tokens, time, was_run, number = 0, 0.0, False, 0
+    left: list[int] = []
     ids: list[str] = []
+    luck: list[float] = []
     for step in range(steps):
-        if step % LIFE == 0:
+        if max(left, default=0) <= 0 if output else step % LIFE == 0:
+            number += 1
             known.forget(ids)
             ids = [f"{step}.{i}" for i in range(num)]
-        for name, count in zip(ids, counts.tolist(), strict=True):
-            right = next((d for d in range(count) if rng.random() > world.chances[d]), count)
-            known.add(name, count, right)
-            tokens += right + 1
-        rows, reach = num + int(counts.sum()), known.reaches(ids)
-        if policy.looks:
-            depth = policy.agree([policy.offer(reach, room, 1000)], costs.costs())
-        else:
-            depth = policy.pass_by()
-        counts = policy.allot(reach, room, 1000) if depth else np.zeros(num, np.int64)
-        verifying, drafting = world.step(rows), world.rounds(depth)
+            left = [output or 100 * LIFE] * num
+            luck = [math.exp(rng.gauss(0, 0.5)) if output else 1.0 for _ in ids]
+            counts[:] = 0
+            if output and number == 2:
+                tokens, time = 0, 0.0
+        alive = [i for i, rest in enumerate(left) if rest > 0]
+        for i in alive:
+            count = int(counts[i])
+            right = next(
+                (d for d in range(count) if rng.random() > world.chances[d] ** luck[i]), count
+            )
+            known.add(ids[i], count, right)
+            tokens += min(right + 1, left[i])
+            left[i] -= right + 1
+        rows = len(alive) + int(counts[alive].sum())
+        going = [i for i in alive if left[i] > 0]
+        reach = known.reaches([ids[i] for i in going])
+        depth = 0
+        if going:
+            if fixed is not None:
+                policy.depth = depth = fixed
+            elif policy.looks:
+                offer = policy.offer(reach, endless[going], 1000)
+                depth = policy.agree([offer], costs.costs())
+                if policy.renews:
+                    costs.renew()
+            else:
+                depth = policy.pass_by()
+            room = np.array([max(left[i] - 1, 0) for i in going])
+            depth = min(depth, int(room.max()))
+            counts[:] = 0
+            if depth:
+                counts[going] = policy.allot(reach, np.minimum(room, depth), 1000)
+        verifying, drafting = world.step(max(rows, 1)), world.rounds(depth)
         time += verifying + drafting
         if depth or policy.holds:  # as the speculator does
             first = FIRST_RUN if depth and not was_run else 1.0
@@ -130,37 +175,48 @@ def speed(
     return tokens / time
 
 
+def speeds_of(world: World, noise: Noise, steps: int, **how: int) -> list[float]:
+    return [speed(world, noise, steps, seed, **how) for seed in range(4)]
+
+
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("case", PAY)
-def test_where_drafts_pay_it_is_near_the_best_depth(
-    case: str, noise: Callable[[random.Random, int], float]
-) -> None:
+def test_where_drafts_pay_it_is_near_the_best_depth(case: str, noise: Noise) -> None:
     world = PAY[case]
     fixed = world.speeds()
-    found = speed(world, noise, 800)
+    found = speeds_of(world, noise, 800)
     assert max(fixed) > 1.3 * fixed[0]
-    assert found > 0.95 * max(fixed)
+    assert sum(found) / len(found) > 0.9 * max(fixed)
+    assert min(found) > 0.8 * max(fixed)
 
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("case", PAY_BY_LUCK)
-def test_with_few_coins_it_gets_there_on_average(
-    case: str, noise: Callable[[random.Random, int], float]
-) -> None:
+def test_with_few_coins_it_gets_there_on_average(case: str, noise: Noise) -> None:
     world = PAY_BY_LUCK[case]
     fixed = world.speeds()
-    runs = [speed(world, noise, 800, seed) for seed in range(3)]
-    assert sum(runs) / len(runs) > 0.83 * max(fixed)
-    assert min(runs) > 0.97 * fixed[0]
+    found = speeds_of(world, noise, 800)
+    assert sum(found) / len(found) > 0.88 * max(fixed)
+    assert min(found) > 0.97 * fixed[0]
 
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("case", DO_NOT_PAY)
-def test_where_drafts_do_not_pay_they_cost_nearly_nothing(
-    case: str, noise: Callable[[random.Random, int], float]
-) -> None:
+def test_where_drafts_do_not_pay_they_cost_nearly_nothing(case: str, noise: Noise) -> None:
     world = DO_NOT_PAY[case]
     fixed = world.speeds()
     assert max(fixed[1:]) < fixed[0]
-    for seed in range(2):
-        assert speed(world, noise, 1200, seed) > 0.97 * fixed[0]
+    found = speeds_of(world, noise, 1200)
+    assert sum(found) / len(found) > 0.96 * fixed[0]
+    assert min(found) > 0.9 * fixed[0]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_short_answers_of_unlike_texts_are_as_quick_as_at_a_good_depth(noise: Noise) -> None:
+    """64 tokens each, one after another: ends, beginnings and texts that are hard to guess."""
+    world = PAY["mtp, EP 2, batch 1"]
+    ratios = []
+    for seed in range(5):
+        fixed = [speed(world, noise, 800, seed, 64, depth) for depth in range(5)]
+        ratios.append(speed(world, noise, 800, seed, 64) / max(fixed))
+    assert sum(ratios) / len(ratios) > 0.9 and min(ratios) > 0.8

@@ -9,14 +9,18 @@ is accepted is above `threshold`, the tokens that the time of one row would make
 rate of the last agreement as the worth of time this is Dinkelbach's method for a largest ratio, one
 iteration a step: drafts worth less than the rate go, the rate grows, until nothing changes.
 
-A depth is left only for one that is better by MARGIN, and not before HOLD steps, since estimates
-shake. All begins with a trial: TRIAL steps at depth 1, then REST at depth 0, then what was measured
-decides; costs that cannot be are measured once more. At depth 0 a trial follows every PROBE steps;
-one without hope ends early, one that is nearly worth it goes on. Where drafts were given up soon,
-more is asked of the next attempt and trials come later and later, until the load has halved or
-doubled; where they had paid for long, the next trial comes soon. Where drafts pay a little only, a
-rest every PROBE steps measures what none would cost. Looking is not free: it is done every few
-steps.
+Estimates shake, so what decides is a running mean of each depth's rate over that of none, and a
+depth is left only for one that is better by MARGIN, and not before HOLD steps. Whether drafts pay
+at all is tried: TRIAL steps that draft and do not by turns, so that whatever else the machine does
+lies on both sides; costs are measured anew. The first trial begins with step FIRST, the next one
+after PROBE / 2 at depth 0; one without hope ends early, one that is nearly worth it goes on. Where
+drafts were given up soon, more is asked of the next attempt and trials come later and later, until
+the load has halved or doubled; where they had paid for long, the next trial comes soon. Where they
+pay a little only, such turns every PROBE steps measure what none would cost. Looking is not free:
+it is done every few steps.
+
+What a sequence's end leaves no room for is no reason to change the depth: offers are of sequences
+that go on, and whoever runs the step cuts its rounds (`Speculator.agreed`).
 
 Knows: chances and whole nanoseconds. Knows nothing of tokens, clocks or how ranks talk.
 
@@ -36,13 +40,17 @@ from moeserve.speculate.cost_model import Costs
 
 MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
+WORTH = 1.06
 LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
-PROBE, TRIAL, REST = 256, 8, 6
-FIRST = 64  # steps to the first rest
-HOPELESS, SURE = 0.8, 4  # of the speed without drafts, after so many steps: a trial ends
+PROBE, TRIAL = 256, 16
+FIRST = 8  # the step with which the first trial begins: first calls tell little
+CHECK = 12  # steps of a trial that asks whether drafts still pay
+CHECK_FIRST = 64  # steps to the first of these
+HOPELESS, SURE = 0.8, 8  # of the speed without drafts, after so many steps: a trial ends
 NEARLY, MOST_TRIALS = 0.93, 3  # of the same: a trial that gets there goes on, so often in all
 DOUBTFUL = 1.5
+QUICK = 0.4  # weight of what is seen now in the running mean
 LOOK, LOOK_ON = 32, 4  # steps from look to look at depth 0, and above
 HOLD_BEFORE = 8  # steps before a trial: rows of so many fit beside a step of the usual budget
 SOON, DOUBT, MOST_LOSSES = 64, 0.02, 5
@@ -115,15 +123,15 @@ class AdaptiveDepth:
         self.depth = 0
         self.threshold = 0.0
         self.predicted = 1.0  # tokens a second at this depth over those at 0
+        self.renews = False  # costs are to be measured anew from this step on
+        self._gains = [1.0] * (max_depth + 1)  # running means of rates over that of none
         self._since = 0  # steps since the depth changed
-        self._on = 0  # steps since drafting began, rests included; 0 where it is off
-        self._off = PROBE - 1  # steps since it was off or last rested: the first step tries
+        self._on = 0  # steps since drafting began; 0 where it is off
+        self._off = PROBE // 2 - FIRST  # steps since it was off, or last tried
         self._trial = 0  # steps left of a trial
+        self._tried = 0  # its depth
         self._trials = 0  # of this attempt
-        self._rest = 0  # steps left of a rest, at depth 0
-        self._back = 0  # the depth before it
-        self._is_new = True  # nothing was decided yet
-        self.renewed = False  # costs are to be measured from here on
+        self._checks = False  # the trial asks whether drafts still pay
         self._has_paid = False  # until it was given up: for SOON steps at least
         self._losses = 0  # times in a row that drafts were given up soon
         self._lost_at = 0  # rows of the step without drafts then
@@ -158,19 +166,21 @@ class AdaptiveDepth:
             self._losses = self._lost_at = 0  # another load than the one where they did not pay
         self._count()
         if self._trial:
-            self._go_on_trying(rates, num_rows, costs.is_known)
-        elif self._rest:
-            self._rest -= 1
-            if not self._rest:
-                self._end_rest(rates, num_rows, costs)
-        elif costs.is_known and self._since >= HOLD:
-            self._choose(rates)
-        if not (self._trial or self._rest):
+            self._go_on_trying(rates, num_rows, costs)
+        elif costs.is_known:
+            weight = QUICK if self.depth else 1.0
+            self._gains = [
+                old + weight * (new - old)
+                for old, new in zip(self._gains, _gains(rates), strict=True)
+            ]
+            if self._since >= HOLD:
+                self._choose()
+        if not self._trial:
             if not self.depth and self._off >= self._wait:
                 self._trials = 0
-                self._try()
+                self._try(1, renews=True)
             elif self.depth and self._off >= PROBE and self.predicted < DOUBTFUL:
-                self._pause()
+                self._check()
         self.predicted = rates[self.depth] / rates[0] if rates[0] > 0 else 1.0
         self.threshold = costs.a_token * rates[self.depth]
         return self.depth
@@ -179,25 +189,21 @@ class AdaptiveDepth:
     def looks(self) -> bool:
         """Whether the ranks offer anything this time: where it may change something."""
         if self._trial:
-            return self._is_new or self._trial <= TRIAL - SURE
-        if self._rest:
-            return self._rest == 1
+            return self._trial <= TRIAL - SURE
         if self.depth:
             return self._since % LOOK_ON == 0 or self._off >= PROBE
         return self._off % LOOK == 0 or self._off + 1 >= self._wait
 
     @property
     def holds(self) -> bool:
-        """Whether a rank keeps what drafters want, at depth 0: before drafts, and in a rest."""
-        return self._rest > 0 or self._off + HOLD_BEFORE >= self._wait
+        """Whether a rank keeps what drafters want in a step that drafts nothing."""
+        return self._trial > 0 or self.depth > 0 or self._off + HOLD_BEFORE >= self._wait
 
     def pass_by(self) -> int:
         """A step in which somebody decodes and nobody looks."""
         self._count()
-        if self._trial > 1:
-            self._trial -= 1
-        elif self._rest > 1:
-            self._rest -= 1
+        if self._trial:
+            self._take_turn()
         return self.depth
 
     # -- parts ---------------------------------------------------------------------------------
@@ -210,75 +216,66 @@ class AdaptiveDepth:
     @property
     def _wait(self) -> int:
         """Steps at depth 0 before a trial."""
-        return PROBE // 4 if self._has_paid else PROBE << max(self._losses - 1, 0)
+        return PROBE // 4 if self._has_paid else PROBE // 2 << max(self._losses - 1, 0)
 
     def _count(self) -> None:
+        self.renews = False
         self._off += 1
         self._since += 1
         if self._on:
             self._on += 1
 
-    def _try(self, depth: int = 1) -> None:
-        """At depth 1, and where more seems nearly worth it, at that: its price is a guess."""
-        self._move(depth)
+    def _try(self, depth: int, renews: bool = False) -> None:
+        """renews: costs of before are of no use, as who knows what ran beside them."""
+        self.renews, self._checks = renews, False
+        self._trial, self._tried, self._off = TRIAL, depth, 0
+        self._trials += 1
         self._on = max(self._on, 1)
-        self._trial, self._trials, self._off = TRIAL, self._trials + 1, 0
+        self._move(depth)
 
-    def _pause(self) -> None:
-        self._back = self.depth
-        self._move(0)
-        self._rest, self._off = REST, 0
+    def _check(self) -> None:
+        self._checks, self._trial, self._tried, self._off = True, CHECK, self.depth, 0
 
-    def _go_on_trying(self, rates: Seq[float], num_rows: int, is_known: bool) -> None:
-        best = _best_above_none(rates)
+    def _take_turn(self) -> None:
         self._trial -= 1
-        ran = TRIAL - self._trial
-        if is_known and ran >= SURE and rates[best] < rates[0] * HOPELESS:
+        self._move(0 if self.depth else self._tried)
+
+    def _go_on_trying(self, rates: Seq[float], num_rows: int, costs: Costs) -> None:
+        self._take_turn()
+        gains = _gains(rates)
+        best = max(range(1, len(gains)), key=lambda d: (gains[d], -d))
+        gain = gains[best]
+        if costs.is_known and self._trial <= TRIAL - SURE and gain < HOPELESS:
             self._trial = 0
         if self._trial:
             return
-        if self._is_new and is_known:
-            self._pause()  # what does a step without drafts cost?
-        elif self._is_new:
-            self._try()  # there were prompts all the time
-        else:
-            self._decide(rates, num_rows)
-
-    def _end_rest(self, rates: Seq[float], num_rows: int, costs: Costs) -> None:
-        if self._is_new:
-            if not costs.is_likely and not self.renewed:
-                # A neighbour's work, or first calls, lay on one side only: once more, anew.
-                self.renewed = True
-                self._try()
-                return
-            self._is_new = False
-            self._decide(rates, num_rows)
-        elif rates[self._back] * LEAST >= rates[0]:
-            self._move(self._back)
-        else:
-            self._decide(rates, num_rows)
-
-    def _decide(self, rates: Seq[float], num_rows: int) -> None:
-        """What was measured decides, without a wait."""
-        best = _best_above_none(rates)
-        if rates[best] > rates[0] * MARGIN:
-            self._off = 0 if self.depth or self._losses else PROBE - FIRST
+        if not costs.is_known:
+            self._try(1)  # there were prompts all the time
+            return
+        self._gains = gains
+        if gain * LEAST >= 1 if self._checks else gain > WORTH:
+            self._off = 0 if self._checks or self._losses else PROBE - CHECK_FIRST
             self._move(best)
-        elif rates[best] > rates[0] * NEARLY and self._trials < MOST_TRIALS:
+        elif self._checks or self._trials >= MOST_TRIALS:
+            self._give_up(num_rows)
+        elif not costs.is_likely:
+            self._try(1, renews=True)  # a neighbour's work, or first calls
+        elif gain > NEARLY:
             self._try(best)
         else:
             self._give_up(num_rows)
 
-    def _choose(self, rates: Seq[float]) -> None:
+    def _choose(self) -> None:
         """Back to less is as good as forward to more: both must be worth it. But a depth that loses
-        against none is left, by way of a rest."""
-        best = max(range(len(rates)), key=lambda d: (rates[d], -d))
-        loses = rates[self.depth] * LEAST < rates[0]
+        against none is left, by way of a trial."""
+        gains, here = self._gains, self._gains[self.depth]
+        best = max(range(len(gains)), key=lambda d: (gains[d], -d))
         margin = MARGIN if self.depth else MARGIN + DOUBT * self._losses
-        if best == self.depth or not (loses or rates[best] > rates[self.depth] * margin):
+        loses = here * LEAST < gains[0]
+        if best == self.depth or not (loses or gains[best] > here * margin):
             return
         if not best:
-            self._pause()  # what that costs was measured long ago
+            self._check()  # what none costs was measured long ago
         elif self.depth:
             self._move(best)
         else:
@@ -295,8 +292,9 @@ class AdaptiveDepth:
             self.depth, self._since = depth, 0
 
 
-def _best_above_none(rates: Seq[float]) -> int:
-    return max(range(1, len(rates)), key=lambda d: (rates[d], -d))
+def _gains(rates: Seq[float]) -> list[float]:
+    """Divisions alone: whatever ranks run on, they agree to the last bit."""
+    return [rate / rates[0] if rates[0] > 0 else 1.0 for rate in rates]
 
 
 class FixedDepth:

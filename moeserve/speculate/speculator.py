@@ -40,6 +40,7 @@ from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
 from moeserve.wire_speculation import SpeculationStats
 
+NEED = 3  # columns of a vote that every step has
 RECENT = 64  # steps that drafted, over which users are told means
 
 
@@ -86,48 +87,49 @@ class Speculator:
     @property
     def num_columns(self) -> int:
         """Of a vote."""
-        return 1 if isinstance(self.policy, FixedDepth) else 2 * (self.policy.max_depth + 1) + 5
+        return NEED if isinstance(self.policy, FixedDepth) else NEED + 2 * self.policy.max_depth + 6
 
     def offer(self, plan: StepPlan) -> Seq[int]:
-        """This rank's columns: first the sequences that may draft at the step's end."""
-        num, policy = len(plan.sampled), self.policy
+        """This rank's columns: the sequences that may draft at the step's end, how far the one with
+        the most room may, rows held; then, where depth adapts, its offer and rank 0's costs."""
+        members = [plan.sequences[i] for i in plan.sampled]
+        # The step adds a token at least, and the target one to the drafts.
+        room = max((s.max_output_tokens - s.num_output_tokens - 2 for s in members), default=0)
+        num, policy = len(members), self.policy
+        need = num, max(room, 0)
         if isinstance(policy, FixedDepth):
-            return (num,)
+            return (*need, 0)
         looks = policy.looks
-        held = self._count_held(plan) if policy.depth or looks else 0
+        held = self._count_held(plan) if policy.holds else 0
         if not looks:
-            return (num, *(0,) * (2 * policy.max_depth + 5), held)
+            return (*need, held, *(0,) * (2 * policy.max_depth + 6))
         told = (self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)).numbers
         if not num:
-            return (num, *(0,) * (2 * policy.max_depth + 1), *told, held)
-        members = [plan.sequences[i] for i in plan.sampled]
+            return (*need, held, *(0,) * (2 * policy.max_depth + 2), *told)
         reach = self.acceptance.reaches([s.request_id for s in members])
-        # The step adds a token at least, and the target one to the drafts.
-        room = np.array([s.max_output_tokens - s.num_output_tokens - 2 for s in members])
-        offer = policy.offer(reach, room, self._most_levels(num))
+        # What an end leaves no room for changes no depth: the offer is of sequences that go on.
+        endless = np.full(num, policy.max_depth)
+        offer = policy.offer(reach, endless, self._most_levels(num))
         rows: Seq[int] = offer.rows
         if self._fan > 1:
             rows = [num + ceil((x - num) * self._fan) for x in rows]
-        return (*rows, *offer.expected, *told, held)
+        return (*need, held, *rows, *offer.expected, *told)
 
     def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
         """columns [R, num_columns]: of all ranks."""
         self._step = Agreed(max_tokens, decode_only)
         policy = self.policy
-        self._max_next, self._num_held = int(columns[:, 0].max()), 0
-        if isinstance(policy, AdaptiveDepth) and (policy.depth or policy.looks):
-            self._num_held = int(columns[:, -1].max())
+        self._max_next, room, self._num_held = columns[:, :NEED].max(axis=0).tolist()
         if not self._max_next:
             self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
         elif isinstance(policy, FixedDepth):
             self.depth = policy.depth
         elif policy.looks:
-            width = policy.max_depth + 1
-            tokens = columns[:, width : 2 * width].sum(axis=0)
-            costs = Costs(*columns[0, 2 * width : -1].tolist())
-            before = policy.renewed
-            self.depth = policy.agree_on(tokens, columns[:, :width].max(axis=0), costs)
-            if policy.renewed and not before:
+            end = NEED + policy.max_depth + 1
+            tokens = columns[:, end:-4].sum(axis=0)
+            costs = Costs(*columns[0, -4:].tolist())
+            self.depth = policy.agree_on(tokens, columns[:, NEED:end].max(axis=0), costs)
+            if policy.renews:
                 self.costs.renew()
         else:
             self.depth = policy.pass_by()
@@ -135,6 +137,7 @@ class Speculator:
             self._depths[self.depth] += 1
             if self.depth:
                 self._recent.append((self.depth, self._max_next))
+            self.depth = min(self.depth, max(room, 1))  # what nobody has room for is not run
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
 
     # -- the step ------------------------------------------------------------------------------
@@ -198,8 +201,9 @@ class Speculator:
         """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
         if self._step.decode_only and (self.depth or self.policy.holds):
             # Long before a trial there is nothing to compare with, and round 0 with what a pause
-            # has left tells nothing about others.
-            rounds = self.depth if self.last_seconds and not self._num_held else 0
+            # has left tells little about others.
+            few = self._num_held <= self._step.max_tokens
+            rounds = self.depth if self.last_seconds and few else 0
             self.costs.add(
                 self._step.max_tokens, seconds - self.last_seconds, rounds, self.last_seconds
             )

@@ -38,4 +38,4 @@ def test_drafters_change_in_one_engine_of_two_ranks(tmp_path: Path) -> None:
     assert all(r["same_tokens"] is True for r in found["rows"])
     mtp = found["rows"][0]
     assert len(mtp["acceptance"]) == 2 and mtp["runs"] > 0 and mtp["cost_ratio"] > 0
-    assert mtp["acceptance"][0] >= mtp["acceptance"][1] and mtp["mean_depth"] == 2
+    assert mtp["acceptance"][0] >= mtp["acceptance"][1] and 1.5 < mtp["mean_depth"] <= 2
