@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from launch.capacity.asked import Typed, read
 from launch.capacity.deployment import Deployment, from_preset
 from launch.capacity.kernel_step import LAUNCHES, KernelStep, chunks, kernel_step
 from launch.capacity.known import load_shape
+from launch.capacity.parts import scaled
 from launch.capacity.predict import Workload, predict
 from launch.capacity.times import Calibration, Step
 from launch.capacity.validate import validate
@@ -26,6 +28,7 @@ from models.deepseek.kernels.gpu.step_kernels import (
     routed_experts,
     spread_rows,
 )
+from models.deepseek.kernels.gpu.step_limit import H200, even_experts, table
 
 TINY = str(Path(__file__).parents[1] / "checkpoints" / "tiny")
 PARTS = ("projections", "core", "experts", "shared", "dense", "head")
@@ -46,10 +49,12 @@ TYPED = {
 }  # fmt: skip
 
 
-def both(name: str, c: Calibration, **gpu: float) -> tuple[Step, KernelStep]:
+def both(
+    name: str, c: Calibration, *, hbm: float, fp8: float, bf16: float
+) -> tuple[Step, KernelStep]:
     asked = read(TYPED[name])
     d = asked.plan().reports[0].deployment
-    d = replace(d, gpu=replace(d.gpu, **gpu), drafts=0)
+    d = replace(d, gpu=replace(d.gpu, hbm=hbm, fp8=fp8, bf16=bf16), drafts=0)
     found = kernel_step(d, asked.work, c, partitions=WHOLE)
     assert found is not None
     return predict(d, asked.work, c=c).step, found
@@ -81,10 +86,56 @@ def test_steps_agree_with_the_fitted_model(name: str) -> None:
     asked = read(TYPED[name])
     r = asked.plan().reports[0]
     assert r.kernels is not None
-    assert r.kernels.seconds == pytest.approx(r.prediction.step.seconds, rel=0.15)
-    parts = sum(k.seconds for k in r.kernels.kernels) + r.kernels.exposed + r.kernels.drafts
-    assert parts == pytest.approx(r.kernels.seconds)
-    assert {k.bound for k in r.kernels.kernels} <= {"memory", "compute", "gaps"}
+    step = r.kernels.step
+    assert step.seconds == pytest.approx(r.prediction.step.seconds, rel=0.15)
+    parts = sum(k.seconds for k in step.kernels) + step.exposed + step.drafts
+    assert parts == pytest.approx(step.seconds)
+    assert {k.bound for k in step.kernels} <= {*r.kernels.bounds} == {"memory", "compute", "gaps"}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_differences_of_the_two_models_are_told(name: str) -> None:
+    """By part, together the whole; the words name what the figures show."""
+    both = read(TYPED[name]).plan().reports[0].kernels
+    assert both is not None
+    more = both.step.seconds - both.fitted.seconds
+    assert sum(both.differences.values()) == pytest.approx(more, abs=1e-9)
+    sizes = [abs(x) for x in both.differences.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    first = both.why[0]
+    word = "more" if more > 0 else "less"
+    assert first.startswith(
+        f"{1e3 * abs(more):,.1f} ms {word} than the {1e3 * both.fitted.seconds:,.1f} of the fitted"
+    )
+    part, most = next(iter(both.differences.items()))
+    assert f"{part} {1e3 * most:+,.1f}" in first
+    assert any("has no modes" in line for line in both.why)
+    if both.phase == "decode":
+        assert both.mode == "both" and both.deterministic is None and both.one_part is not None
+        assert 0 < both.merging < both.step.part("core") / 2
+        assert (f"{1e3 * both.merging:,.1f} are results of pieces" in first) == (
+            f"attention core {1e3 * both.differences['attention core']:+,.1f}" in first
+        )
+        assert f"in one piece {1e3 * both.one_part.part('core'):,.1f}" in both.why[1]
+    else:
+        assert both.mode == "fast" and both.one_part is None and both.merging == 0
+        assert both.deterministic is not None and both.deterministic > 1.2 * both.step.seconds
+        assert f"at least {1e3 * both.deterministic:,.1f} ms" in both.why[1]
+
+
+def test_prefill_over_latents_is_decode_s_attention() -> None:
+    d, work = from_preset("v3-prefill-32"), Workload()
+    fast, latents = kernel_step(d, work), kernel_step(d, work, latents=True)
+    assert fast is not None and latents is not None
+    names = [{k.kernel for k in step.kernels} for step in (fast, latents)]
+    assert "mla_prefill" in names[0] - names[1] and "mla_decode" in names[1] - names[0]
+    assert latents.part("experts") == fast.part("experts")
+    few = (
+        kernel_step(d, Workload(4096, 1, 0.99)),
+        kernel_step(d, Workload(4096, 1, 0.99), latents=True),
+    )
+    assert few[0] is not None and few[1] is not None
+    assert few[0].seconds == few[1].seconds, "40 new tokens attend over latents in both modes"
 
 
 def test_launches_of_a_layer_are_counted() -> None:
@@ -161,8 +212,19 @@ def test_plans_tell_kernels() -> None:
             kernels["of"][0]
         )
     assert said["decode"]["kernels"]["drafts_s"] > 0
+    for phase, mode in (("prefill", "fast"), ("decode", "both")):
+        kernels, by = said[phase]["kernels"], said[phase]["step_s_by"]
+        assert kernels["mode"] == mode and set(kernels["bounds"]) == {"memory", "compute", "gaps"}
+        assert (kernels["step_s"], kernels["fitted_step_s"]) == (by["kernels"], by["fitted"])
+        told = sum(kernels["differences_s"].values())
+        assert told == pytest.approx(kernels["step_s"] - kernels["fitted_step_s"])
+        assert (kernels["one_part_step_s"] is None) == (phase == "prefill")
+        assert (kernels["deterministic_step_s"] is None) == (phase == "decode")
     screen = CliRunner().invoke(app, [*flags, "--kernels", "--phase", "decode"]).stdout
     assert "mla_decode" in screen and "grouped_gemm" in screen and "MTP drafts" in screen
+    assert "attention as in both modes" in screen and "of the fitted model" in screen
+    words = " ".join(screen.split())
+    assert all(line in words for line in said["decode"]["kernels"]["why"]) and "gaps: what" in words
     assert "mla_decode" not in CliRunner().invoke(app, flags).stdout
     unfit = CliRunner().invoke(
         app, ["plan", "deepseek-v3", "--gpus", "8", "--gpu", "h100", "--json"]
@@ -172,6 +234,44 @@ def test_plans_tell_kernels() -> None:
     assert json.loads(tiny.stdout.splitlines()[-1])["phases"]["decode"]["kernels"]["step_s"] > 0
     wrong = CliRunner().invoke(app, ["plan", "--validate", "--kernels"])
     assert "--kernels: has no meaning with --validate" in str(wrong.exception)
+
+
+@pytest.mark.parametrize("amount, told", [
+    (0, "0 "), (3, "3 "), (999.6, "1.00 k"), (2_072_576, "2.07 M"), (999_400, "999 k"),
+    (67.6e9, "67.6 G"), (374e12, "374 T"), (1.2e15, "1.20 P"),
+])  # fmt: skip
+def test_small_amounts_are_not_told_as_nothing(amount: float, told: str) -> None:
+    assert scaled(amount) == told
+
+
+def test_no_kernel_moves_nothing() -> None:
+    flags = ["plan", "--preset", "v3-decode-72", "--kernels"]
+    screen = CliRunner().invoke(app, flags, env={"COLUMNS": "80"}).stdout
+    lines = screen.splitlines()
+    first = next(i for i, line in enumerate(lines) if "by our kernels' own counts, " in line)
+    cells_of = [line.split() for line in lines[first + 4 :]]
+    rows = cells_of[: next(i for i, cells in enumerate(cells_of) if not cells)]
+    assert len(rows) > 15 and rows[-1][0] == "argmax" and max(map(len, lines)) <= 80
+    for cells in rows:
+        moved = next(float(a) for a, b in pairwise(cells) if b.endswith("B"))
+        assert moved > 0 and float(cells[-2].replace(",", "")) > 0, cells
+
+
+def test_benchmarks_say_why_ep72_and_ep144_are_the_same() -> None:
+    """The limit of a step: experts are bound by arithmetic, of as many rows a GPU."""
+    m = load_shape("deepseek-v3").config
+    text = (Path(__file__).parents[1] / "BENCHMARKS.md").read_text(encoding="utf-8")
+    assert all(line in text for line in table(m).splitlines()), "the table is as it was made"
+    found = []
+    for ranks in (72, 144):
+        uses = routed_experts(m, 128, even_experts(m, 128, ranks, 288, False), True)
+        products = [u for u in uses if u.kind == "grouped"]
+        by_flops = sum(u.cost.flops / H200.fp8 for u in products)
+        by_bytes = sum(u.cost.bytes / H200.memory for u in products)
+        assert by_flops > by_bytes
+        found.append(f"{1e6 * by_bytes:.0f}")
+    told = f"({1e6 * by_flops:.0f} us a layer) takes longer than their bytes ({' or '.join(found)}"
+    assert told in text
 
 
 def test_published_points_by_kernels() -> None:

@@ -223,7 +223,7 @@ def test_benchmarks_tell_what_both_models_say() -> None:
     report = asked.plan().reports[0]
     assert report.kernels is not None
     row = cells("| decode EP320, H800, 128")[0]
-    step = report.kernels
+    step = report.kernels.step
     assert [row[1], row[3]] == [f"{1e3 * x:.1f}" for x in (step.seconds, report.steps["fitted"])]
     assert row[4].split(" / ")[:2] == [f"{1e3 * step.part(x):.1f}" for x in ("core", "experts")]
     assert row[6:8] == [f"{step.launches:,}", f"{8 * 128 / step.seconds:,.0f}"]

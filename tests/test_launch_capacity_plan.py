@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from launch.capacity.asked import Typed, read
 from launch.capacity.balance import balance, typical
+from launch.capacity.candidates import pareto
 from launch.capacity.deployment import from_preset
 from launch.capacity.picture_search import draw_search
 from launch.capacity.predict import Workload, predict
@@ -20,7 +21,7 @@ from launch.capacity.remedies import errors
 from launch.capacity.report import Limits
 from launch.capacity.rules import violations
 from launch.capacity.run import RulesViolated
-from launch.capacity.search import STEP_TOKENS, _pools, _step_of, pareto, ratio, search
+from launch.capacity.search import STEP_TOKENS, _pools, _step_of, ratio, search
 from launch.cli import app
 from moeserve.errors import ConfigError
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dispatch import choice
-from launch.capacity.deployment import PRESETS, Deployment, from_preset
+from launch.capacity.deployment import PRESETS, Deployment, Phase, from_preset
 from launch.capacity.hardware import profile, profiles
 from launch.capacity.known import MODELS, load_shape
 from launch.capacity.memory import buffers, concurrency, memory, sequences_that_fit, weights
@@ -28,10 +28,12 @@ QUICK = settings(
     max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
 
 @st.composite
 def deployments(draw: st.DrawFn) -> Deployment:
-    phase = draw(st.sampled_from(("prefill", "decode")))
+    phase = draw(st.sampled_from(PHASES))
     return Deployment(
         load_shape(draw(st.sampled_from(MODELS))),
         "a model",
@@ -128,6 +130,7 @@ def test_presets_break_no_rule(name: str) -> None:
     d = r.deployment
     assert (d.gpus, d.slots) == {
         "v3-prefill-32": (32, 288),
+        "v3-decode-72": (72, 288),
         "v3-decode-144": (144, 288),
         "v3-decode-320": (320, 320),
         "k2-decode-96": (96, 480),

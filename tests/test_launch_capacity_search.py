@@ -89,7 +89,12 @@ def test_only_pools_that_matter_are_priced() -> None:
         top, prediction=replace(top.prediction, per_gpu=1.0, tpot=9 * (top.prediction.tpot or 1))
     )
     priced: list[list[Candidate]] = []
-    pools = Pools([[poor], [top]], lambda x: priced.append(x) or x, lambda done, total: None)
+
+    def price(pool: list[Candidate]) -> list[Candidate]:
+        priced.append(pool)
+        return pool
+
+    pools = Pools([[poor], [top]], price, lambda done, total: None)
     pools.price_front([])
     assert priced == [[top]] and pools.priced() == [top] == pareto([poor, top])
     assert leaders([poor, top]) == [top]

@@ -39,8 +39,8 @@ def plan(
         _flag(
             MODEL,
             _NAME,
-            "A published deployment, which other flags change: v3-prefill-32, v3-decode-144, "
-            "v3-decode-320 or k2-decode-96",
+            "A published deployment, which other flags change: v3-prefill-32, v3-decode-72, "
+            "v3-decode-144, v3-decode-320 or k2-decode-96",
         ),
     ] = None,
     gpus: Annotated[

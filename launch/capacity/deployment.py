@@ -135,7 +135,7 @@ class Preset:
 
     model: str
     gpu: str
-    layout: str  # of ep/presets.py, or "" and `gpus`, `redundant` here
+    layout: str  # DeepSeek's, of ep/presets.py; or "" and `gpus`, `redundant` here
     phase: Phase
     sequences: int = 128
     gpus: int = 0
@@ -149,6 +149,18 @@ _V3 = "DeepSeek-V3 report (arXiv 2412.19437) 3.4"
 _OVERVIEW = "DeepSeek inference overview, February 2025"
 PRESETS = {
     "v3-prefill-32": Preset("deepseek-v3", "h800", "prefill-ep32", "prefill", source=_V3),
+    "v3-decode-72": Preset(
+        "deepseek-v3",
+        "h100",
+        "",
+        "decode",
+        128,
+        72,
+        32,
+        input_tokens=4000,
+        output_tokens=100,
+        source="LMSYS, May 2025 (ablation)",
+    ),
     "v3-decode-144": Preset(
         "deepseek-v3",
         "h800",

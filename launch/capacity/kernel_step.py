@@ -6,8 +6,8 @@ sources; all-to-alls and what overlap hides of them are taken from there as well
 
 Which kernels there are: models/deepseek/kernels/gpu/step_kernels.py. Knows: a GPU's peaks. Knows
 nothing of requests or prices. moeserve's own layout only: attention is data-parallel. Attention of
-prefill is that of fast mode, of decode that of deterministic mode unless told
-otherwise.
+prefill is that of fast mode unless told otherwise; that of decode is our kernel's, which cuts rows
+at fixed positions in both modes. Why it is another time than the fitted model's: `kernel_why`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from models.deepseek.kernels.gpu.step_kernels import (
 # layers, is what their gaps and small kernels' own floors come to.
 LAUNCHES = 22
 # `Calibration.expert_launch` is of both grouped products and what lies between them.
-_OF_EXPERTS = 3
+OF_EXPERTS = 3
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,16 @@ def kernel_step(
     work: Workload,
     c: Calibration | None = None,
     partitions: Partitions = DETERMINISTIC,
+    latents: bool = False,
 ) -> KernelStep | None:
-    """Of a deployment that is placed. partitions: of attention in decode. None where attention is
-    shared (tp), for which there are no kernels here."""
+    """Of a deployment that is placed. partitions: of attention in decode. latents: prefill attends
+    over them, as in deterministic mode. None where attention is shared (tp), for which there are no
+    kernels here."""
     c = c or Calibration()
     if d.tp > 1:
         return None
     if d.phase == "prefill":
-        return _prefill(d, work, c)
+        return _prefill(d, work, c, latents)
     step = _decode(d, work, d.drafts, c, partitions)
     if not d.drafts:
         return step
@@ -179,9 +181,9 @@ def _decode(
     return _join(d, c, halves, (attention, own, experts, once), whole, comm, exposed, 1.0)
 
 
-def _prefill(d: Deployment, work: Workload, c: Calibration) -> KernelStep:
+def _prefill(d: Deployment, work: Workload, c: Calibration, latents: bool) -> KernelStep:
     m, gpu, pool, rows = d.shape.config, d.gpu, d.pool(), d.tokens
-    attention = _prefill_attention(m, rows, work, d.kv_fp8, gpu, c)
+    attention = _prefill_attention(m, rows, work, d.kv_fp8, latents, gpu, c)
     own, experts = _own(m, rows, d.hosted, gpu, c), _experts(d, rows, c)
     seconds = attention.whole + own.whole + experts.whole
     comm, exposed, slower = prefill_exposed(d.shape, pool, rows, seconds, c)
@@ -210,9 +212,16 @@ def _decode_attention(
 
 @lru_cache(maxsize=1024)
 def _prefill_attention(
-    m: DeepSeekConfig, tokens: int, work: Workload, kv_fp8: bool, gpu: Gpu, c: Calibration
+    m: DeepSeekConfig,
+    tokens: int,
+    work: Workload,
+    kv_fp8: bool,
+    latents: bool,
+    gpu: Gpu,
+    c: Calibration,
 ) -> _Group:
-    return _timed(attention_fast(m, *chunks(tokens, work), kv_fp8), gpu, c)
+    kernels = attention_absorbed if latents else attention_fast
+    return _timed(kernels(m, *chunks(tokens, work), kv_fp8), gpu, c)
 
 
 @lru_cache(maxsize=1024)
@@ -310,7 +319,7 @@ def _seconds(u: Use, gpu: Gpu, c: Calibration) -> float:
 
 def _gap(u: Use, c: Calibration) -> float:
     if u.part == "experts":
-        return c.expert_launch / _OF_EXPERTS
+        return c.expert_launch / OF_EXPERTS
     return u.launches * c.launch / LAUNCHES
 
 

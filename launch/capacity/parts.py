@@ -57,3 +57,12 @@ def load_told(d: Deployment) -> str:
 
 def dollars(amount: float) -> str:
     return f"${amount:.3f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"
+
+
+def scaled(amount: float) -> str:
+    """Three places that count, and a prefix: 67.6 G, 12.3 M, 512 (with a space behind: a unit may
+    follow)."""
+    for prefix, one in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if amount >= 0.9995 * one:
+            return f"{amount / one:#.3g}".rstrip(".") + f" {prefix}"
+    return f"{amount:.3g} "

@@ -27,12 +27,12 @@ from launch.capacity.predict import (
 )
 from launch.capacity.remedies import WARNING, Violation, errors
 from launch.capacity.rules import violations
-from launch.capacity.times import Calibration
+from launch.capacity.times import Calibration, Step
 from launch.capacity.verdict import NOT_PREDICTED, Verdict, unfit, verdict
 from moeserve.terminal import counted
 
 if TYPE_CHECKING:
-    from launch.capacity.kernel_step import KernelStep
+    from launch.capacity.kernel_why import Compared
 
 LENGTHS = (1024, 4096, 16384, 32768, 131072)
 ASSUMED = (
@@ -86,22 +86,26 @@ class Report:
         return self.prediction if unfit(self.violations) is None else None
 
     @cached_property
-    def kernels(self) -> KernelStep | None:
+    def kernels(self) -> Compared | None:
         """The same step by our kernels' counts. None where it does not fit, and with tp."""
-        from launch.capacity.kernel_step import kernel_step  # the kernels: modules of their own
+        from launch.capacity.kernel_why import compared  # the kernels: modules of their own
 
-        return None if self.predicted is None else kernel_step(self.deployment, self.work)
+        if self.predicted is None:
+            return None
+        return compared(self.deployment, self.work, self._step_by("fitted"))
 
     @cached_property
     def steps(self) -> dict[By, float]:
         """Seconds of the same step by each model that knows it; none where it does not fit."""
         if self.predicted is None:
             return {}
-        found = {self.prediction.by: self.prediction.step.seconds}
-        for by in MODELS:
-            if by not in found and (by == "fitted" or has_kernels(self.deployment)):
-                found[by] = predict(self.deployment, self.work, self.price, by=by).step.seconds
-        return found
+        known = [by for by in MODELS if by == "fitted" or has_kernels(self.deployment)]
+        return {by: self._step_by(by).seconds for by in known}
+
+    def _step_by(self, by: By) -> Step:
+        if by == self.prediction.by:
+            return self.prediction.step
+        return predict(self.deployment, self.work, self.price, by=by).step
 
     @property
     def notes(self) -> list[str]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.capacity.kernel_step import KernelStep
+from launch.capacity.kernel_why import Compared
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
 from launch.capacity.parts import (
     MODEL_TOLD,
@@ -22,6 +22,7 @@ from launch.capacity.parts import (
     load_told,
     memory_parts,
     model_told,
+    scaled,
     step_parts,
 )
 from launch.capacity.remedies import ERROR, errors
@@ -59,7 +60,7 @@ def show_plan(plan: Plan, console: Console, kernels: bool = False) -> None:
     for r in plan.reports:
         show_report(r, console)
         if kernels and r.kernels is not None:
-            console.print(_kernels(r.kernels, r.deployment.phase))
+            console.print(_kernels(r.kernels))
     console.print()
     if any(r.predicted is not None for r in plan.reports):
         console.print(_costs(plan))
@@ -220,22 +221,30 @@ def _step(step: Step, phase: str) -> Group:
     return titled(f"a step of {phase}, busiest GPU", parts)
 
 
-def _kernels(step: KernelStep, phase: str) -> Group:
+def _kernels(both: Compared) -> Group:
+    step = both.step
     rows = table(padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("kernel", "part", "launches", "GB", "TFLOP", "ms", "bound"):
+    for name in ("kernel", "part", "launches", "bytes", "FLOPs", "ms", "bound"):
         left = name in ("kernel", "part", "bound")
         rows.add_column(name, justify="left" if left else "right", no_wrap=True)
     for k in step.kernels:
-        numbers = (f"{k.bytes / _GB:,.1f}", f"{k.flops / 1e12:,.1f}" if k.flops else "")
-        told = (f"{k.launches:,}", *numbers, f"{1e3 * k.seconds:,.2f}")
-        rows.add_row(k.kernel, k.part, *told, k.bound)
+        told = (f"{k.launches:,}", f"{scaled(k.bytes)}B", scaled(k.flops) if k.flops else "")
+        rows.add_row(k.kernel, k.part, *told, _ms(k.seconds), k.bound)
     rows.add_section()
     for name, seconds in (("all-to-alls seen", step.exposed), ("MTP drafts", step.drafts)):
         if seconds:
-            rows.add_row(name, "", "", "", "", f"{1e3 * seconds:,.2f}", "")
-    rows.add_row("step", "", f"{step.launches:,}", "", "", f"{1e3 * step.seconds:,.2f}", "")
-    how = "deterministic mode" if phase == "decode" else "attention of fast mode"
-    return titled(f"a step of {phase} by our kernels' own counts, {how}", rows)
+            rows.add_row(name, "", "", "", "", _ms(seconds), "")
+    rows.add_row("step", "", f"{step.launches:,}", "", "", _ms(step.seconds), "")
+    legend = "; ".join(f"{bound}: {what}" for bound, what in both.bounds.items())
+    foot = "\n".join([*both.why, f"bound: {legend}"])
+    title = f"a step of {both.phase} by our kernels' own counts, {both.mode_told}"
+    return titled(title, rows, foot)
+
+
+def _ms(seconds: float) -> str:
+    """Of two places, or of one that counts."""
+    told = 1e3 * seconds
+    return f"{told:,.2f}" if told >= 0.005 or told == 0 else f"{told:.1g}"
 
 
 def _results(r: Report) -> Group:

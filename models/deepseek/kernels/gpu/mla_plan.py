@@ -57,7 +57,7 @@ class Partitions:
         return (near // self.near_size + far // self.far_size).clamp(min=1)
 
 
-# Up to 1024 positions nothing is merged; 4096 are 4 parts, whose traffic is about a sixth of the
+# Up to 1024 positions nothing is merged; 4096 are 4 parts, whose traffic is 0.45 of the
 # cache's own with 128 heads; 131072 are 72, enough for one row to fill 132 processors.
 DETERMINISTIC = Partitions(1024, 16384, 2048)
 
