@@ -103,6 +103,7 @@ FLAGS = (
         "by what is free",
     ),
     Flag("cache", "kv_tokens", "N", "Tokens in a rank's KV cache, instead of --kv-memory"),
+    Flag("cache", "kv_cache_dtype", "NAME", "How the KV cache holds values: model or fp8", "model"),
     Flag("cache", "prefix_cache", "", "Share cached blocks of equal prefixes", "on"),
     Flag("schedule", "max_num_sequences", "N", "Sequences running at once, a rank", "64"),
     Flag("schedule", "token_budget", "N", "Tokens a step, a rank", "512"),

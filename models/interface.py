@@ -81,15 +81,22 @@ def ancestor_slots(parents: Seq[int], slots: Seq[int]) -> list[list[int]]:
 class PagedKVCache:
     """The latent cache: layers[i] is [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim].
 
-    One entry a layer, MTP layers last. The rope part follows the normalised latent.
+    One entry a layer, MTP layers last. The rope part follows the normalised latent. In FP8 layers
+    are bytes, [num_blocks, block_size, bytes a token] uint8: what they mean, kernels know.
     """
 
     layers: list[Tensor]
     block_size: int
+    computed: torch.dtype | None = None  # what the model computes in; None: what layers are
 
     @property
     def num_blocks(self) -> int:
         return self.layers[0].shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden rows, whatever the cache keeps of them."""
+        return self.layers[0].dtype if self.computed is None else self.computed
 
     @property
     def bytes_per_token(self) -> int:
@@ -107,21 +114,25 @@ def copy_latents(cache: PagedKVCache, from_slots: Tensor, to_slots: Tensor) -> N
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a model needs of the cache: layers (with MTP), values a token a layer, dtype."""
+    """What a model needs of the cache: layers (with MTP), values a token a layer, dtype.
+    packed: bytes a token a layer that hold these values otherwise (in FP8); None: as they are."""
 
     num_layers: int
     width: int
     dtype: torch.dtype
+    packed: int | None = None
 
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.width * self.dtype.itemsize
+        each = self.width * self.dtype.itemsize if self.packed is None else self.packed
+        return self.num_layers * each
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> PagedKVCache:
-        shape = (num_blocks, block_size, self.width)
-        layers = [
-            torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)
-        ]
-        return PagedKVCache(layers=layers, block_size=block_size)
+        width, dtype = self.width, self.dtype
+        if self.packed is not None:
+            width, dtype = self.packed, torch.uint8
+        shape = (num_blocks, block_size, width)
+        layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
+        return PagedKVCache(layers=layers, block_size=block_size, computed=self.dtype)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class OfflineRunner:
         """MTP layer `depth` over the next rows of each sequence (rows must have been through
         `step`): hidden [t, D] from there, the token that follows each row. trees: as in `step`."""
         batch = self._batch(next_tokens, self._drafted, trees or {})
-        empty = torch.zeros(0, self.model.config.hidden_size, dtype=self.cache.layers[0].dtype)
+        empty = torch.zeros(0, self.model.config.hidden_size, dtype=self.cache.dtype)
         rows = torch.cat([hidden[s] for s in next_tokens] or [empty.to(self.device)])
         out = self.model.draft(batch, rows, batch.token_ids, self.cache, depth)
         return OfflineOutput(_split(next_tokens, out.logits), _split(next_tokens, out.hidden))

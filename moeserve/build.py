@@ -44,7 +44,7 @@ from moeserve.scheduler import ScheduleLimits, Scheduler
 from moeserve.speculate.build import open_speculator
 from moeserve.speculate.speculator import Speculator
 from moeserve.speculate.verify import Rule
-from moeserve.startup import StartUp, prepare, size_cache
+from moeserve.startup import StartUp, fp8_cache, prepare, size_cache
 from moeserve.terminal import say
 
 LOAD_WINDOW_STEPS = 256
@@ -77,6 +77,7 @@ def build_engine(
         max_tokens_per_rank=config.schedule.token_budget,
         wire=start.dispatch.wire,
         device=start.device.device,
+        fp8_cache=fp8_cache(config),
     )
     start.notes.extend(model.weights.notes)
 
@@ -224,7 +225,7 @@ def _memory_plan(
         return None
     layers = start.model.num_hidden_layers
     layers += start.model.num_mtp_layers if start.with_mtp else 0
-    a_token = layers * start.model.cache_width * start.dtype.itemsize
+    a_token = layers * start.model.cache_bytes(start.dtype.itemsize, fp8_cache(config))
     if start.speculate is not None:
         a_token += start.speculate.cache_bytes(start.dtype.itemsize)
     length = config.schedule.max_model_len or start.model.max_position_embeddings
@@ -324,6 +325,8 @@ def _info(
         "ranks": group.size,
         "memory_bytes": memory,
         "kv_tokens": plan.num_tokens,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "kv_bytes_per_token": plan.bytes_per_token,
         "kv_plan": plan.describe(),
         "placement": describe(start.placement, start.model),
         "mtp_layers": start.model.num_mtp_layers if start.with_mtp else 0,

@@ -127,6 +127,9 @@ class CacheSection(Section):
     block_size: int = Field(16, ge=1, le=1024)
     kv_memory: Size | None = Field(None, ge=1)  # bytes a rank
     kv_tokens: int | None = Field(None, ge=1)  # tokens a rank; default when both are None: auto
+    # How latents lie in it: in the model's dtype, or in e4m3 with a scale for each 128 channels
+    # and rope keys as they are (models/deepseek/kernels/fp8_latents.py): other tokens, more room
+    kv_cache_dtype: Literal["model", "fp8"] = "model"
     prefix_cache: bool = True
 
 
@@ -323,6 +326,15 @@ def _problem(root: type[BaseModel], error: Any) -> str:
     return f"{path}={error['input']!r}: {_valid(error)}"
 
 
+def _nearest_cache(given: str, names: list[str]) -> str:
+    """What other engines call the formats of a cache, in our words."""
+    if given in (*_MODEL_DTYPES, "auto"):
+        return "; nearest: model (the model's own dtype)"
+    if given.startswith("fp8"):
+        return "; nearest: fp8 (e4m3, a scale for each 128 channels)"
+    return nearest_hint(given, names)
+
+
 def _valid(error: Any) -> str:
     """What would be valid, with the nearest value where there is one."""
     limits: dict[str, Any] = error.get("ctx", {})
@@ -340,6 +352,8 @@ def _valid(error: Any) -> str:
                 hint = "; nearest: model (rows as the model computes)"
             elif place == "parallel.wire" and given.strip().casefold().startswith("fp8"):
                 hint = "; nearest: fp8 (what its scales are, the checkpoint decides)"
+            elif place == "cache.kv_cache_dtype":
+                hint = _nearest_cache(given.strip().casefold(), names)
             else:
                 hint = nearest_hint(given, names)
             return f"must be one of {', '.join(names)}{hint}"

@@ -22,6 +22,7 @@ class CachePlan:
     bytes_per_token: int
     reason: str  # how the size came about
     beside: Mapping[str, int] = field(default_factory=dict)
+    form: str = ""  # how values lie in it, where that is not as the model computes
 
     @property
     def num_tokens(self) -> int:
@@ -32,9 +33,10 @@ class CachePlan:
         return self.num_tokens * self.bytes_per_token
 
     def describe(self) -> str:
+        form = f" in {self.form}" if self.form else ""
         return (
             f"KV cache: {self.num_blocks} blocks of {self.block_size} = {self.num_tokens} tokens, "
-            f"{self.num_bytes / 2**20:.1f} MiB ({self.bytes_per_token} bytes a token; "
+            f"{self.num_bytes / 2**20:.1f} MiB ({self.bytes_per_token} bytes a token{form}; "
             f"{self.reason}); max_model_len={self.max_model_len}{self._others()}"
         )
 
@@ -66,6 +68,7 @@ def plan_cache(
     ranks_here: int = 1,
     beside: Mapping[str, int] | None = None,
     share: float = AUTO_SHARE,
+    form: str = "",
 ) -> CachePlan:
     """kv_tokens or kv_memory as given (both: the smaller), else a share of `available_bytes`, of
     which `beside` is left to others first: bytes a rank that will be wanted and are not taken yet.
@@ -114,7 +117,7 @@ def plan_cache(
             f"({-(-length // block_size) * block_size * bytes_per_token} bytes): give more "
             f"--kv-tokens or --kv-memory, or a smaller --max-model-len"
         )
-    return CachePlan(num_blocks, block_size, length, bytes_per_token, reason, dict(beside))
+    return CachePlan(num_blocks, block_size, length, bytes_per_token, reason, dict(beside), form)
 
 
 def shortage(parts: Mapping[str, int], available_bytes: int, ranks_here: int) -> str | None:

@@ -160,6 +160,8 @@ def _resolve(
         notes.append(device.note)
     notes.append(kernels.reason)
     notes.append(rows.note)
+    if fp8_cache(config):
+        notes.append(_cache_note(model, dtype, kernels))
     if speculate is not None:
         notes.append(speculate.note)
     if placement.num_empty_slots:
@@ -248,10 +250,33 @@ def _fitting(
             f"cache.block_size={given}: triton kernels take {valid}; nearest valid: {near}"
         )
     try:
-        return kernels and fitting(kernels, name, shape, dtype, config.engine.deterministic)
+        fit = kernels and fitting(kernels, name, shape, dtype, config.engine.deterministic)
     except KernelsUnavailable as error:
         problems.append(f"model.kernels={name!r}: {error}")
         return None
+    why = fit.kernels.fp8_cache_misfit(shape) if fit and fp8_cache(config) else None
+    if why is not None:
+        problems.append(f"cache.kv_cache_dtype='fp8': {why}; nearest valid: model")
+    return fit
+
+
+def fp8_cache(config: ServeConfig) -> bool:
+    return config.cache.kv_cache_dtype == "fp8"
+
+
+def _cache_note(model: DeepSeekConfig, dtype: torch.dtype, kernels: KernelChoice) -> str:
+    now, before = (model.cache_bytes(dtype.itemsize, fp8) for fp8 in (True, False))
+    name = str(dtype).removeprefix("torch.")
+    note = (
+        f"KV cache: FP8, {now} bytes a token a layer ({before} in {name}): latents in e4m3 with a "
+        f"scale for each 128 channels, rope keys in {name}"
+    )
+    if kernels.kernels.reads_fp8_cache:
+        return note
+    return (
+        f"{note}; {kernels.kernels.name} kernels do not read it: what a step attends to is brought "
+        f"back to {name} for each layer, which is slower than --kv-cache-dtype model"
+    )
 
 
 def _dtype(
@@ -290,7 +315,7 @@ def _check_lengths(
         return None  # sized by what is available once the weights lie in place
     layers = model.num_hidden_layers + (model.num_mtp_layers if with_mtp else 0)
     try:
-        a_token = layers * model.cache_width * dtype.itemsize + beside
+        a_token = layers * model.cache_bytes(dtype.itemsize, fp8_cache(config)) + beside
         return size_cache(config, a_token, most, 0, 1)
     except CacheTooSmall as error:
         problems.append(f"cache: {error}")
@@ -356,4 +381,5 @@ def size_cache(
         ranks_here=ranks_here,
         beside=beside,
         share=share,
+        form="FP8" if fp8_cache(config) else "",
     )

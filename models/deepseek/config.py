@@ -130,6 +130,14 @@ class DeepSeekConfig:
         """Values a token a layer in the latent cache: 512 + 64 for the released models."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def cache_bytes(self, itemsize: int, fp8: bool = False) -> int:
+        """Of a token in a layer of the latent cache. itemsize: of a value in the model's dtype.
+        fp8: see kernels/fp8_latents.py; 656 for the released models in bf16, else 1152."""
+        if not fp8:
+            return self.cache_width * itemsize
+        scales = 4 * -(-self.kv_lora_rank // 128)
+        return self.kv_lora_rank + scales + self.qk_rope_head_dim * itemsize
+
     @property
     def softmax_scale(self) -> float:
         scale = float(self.qk_head_dim**-0.5)

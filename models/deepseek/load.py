@@ -43,6 +43,7 @@ def load_model(
     max_positions: int | None = None,
     num_threads: int = 4,
     device: torch.device | str = "cpu",
+    fp8_cache: bool = False,
 ) -> DeepSeekModel:
     """Read what this rank hosts and build its model.
 
@@ -51,7 +52,8 @@ def load_model(
     e4m3); "auto" keeps them where the kernels are no slower with them.
     placement None: the trivial one, no redundant experts. progress(done bytes, total bytes, MB/s).
     with_mtp: load MTP layers if the config has any. max_tokens_per_rank: most tokens of one step,
-    what the dispatcher's buffers are made for. wire: how rows travel to experts. The model's
+    what the dispatcher's buffers are made for. wire: how rows travel to experts. fp8_cache: what
+    `cache_spec` asks for (the kernels' `fp8_cache_misfit` says why not). The model's
     `weights.notes` say what was left out or decided: print them once. Raises UnsupportedModel,
     ConfigError, CheckpointError; PlacementError for a placement that does not fit, ValueError for
     another dtype.
@@ -107,6 +109,7 @@ def load_model(
         dtype=dtype,
         deterministic=deterministic,
         max_positions=max_positions,
+        fp8_cache=fp8_cache,
     )
 
 

@@ -113,7 +113,8 @@ class Attention:
         self, x: Tensor, weights: AttentionWeights, layer: Tensor, batch: ForwardBatch,
         plan: AttentionPlan,
     ) -> Tensor:  # fmt: skip
-        """x [T, D] normed, layer: the cache [blocks, block, c + r], written here -> [T, D]."""
+        """x [T, D] normed, layer: the cache [blocks, block, c + r], or in FP8, written here ->
+        [T, D]."""
         if plan.naive is None:
             assert plan.absorbed is not None
             return self._absorbed_layer(weights)(x, layer, plan.absorbed)
@@ -125,9 +126,8 @@ class Attention:
         if w.q_b is not None:
             assert w.q_a_norm is not None
             q = k.linear(k.rms_norm(q, w.q_a_norm, c.latent_norm_eps), w.q_b)
-        latent = k.rms_norm(latent, w.kv_a_norm, c.latent_norm_eps)
-        k_rope = k.rope(k_rope.unsqueeze(1), batch.positions, self.cos_sin)
-        k.write_cache(layer, latent, k_rope.squeeze(1), batch.slot_mapping)
+        eps = c.latent_norm_eps
+        k.write_latents(layer, latent, k_rope, batch, w.kv_a_norm, eps, self.cos_sin)
         q = q.reshape(-1, heads, c.qk_head_dim)  # [T, H, n + r]
         q_nope = q[..., :n]
         q_rope = k.rope(q[..., n:], batch.positions, self.cos_sin)

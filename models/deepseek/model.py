@@ -35,7 +35,8 @@ class DeepSeekModel:
 
     deterministic: absorbed attention for every row, so that chunking changes no bit; the dispatcher
     must then use CombineForm.PAIRS. rank: this rank's number, as the placement counts.
-    max_positions: rows of the rotary table (default: what the config allows).
+    max_positions: rows of the rotary table (default: what the config allows). fp8_cache: latents
+    lie in e4m3 (kernels/fp8_latents.py).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DeepSeekModel:
         dtype: torch.dtype,
         deterministic: bool,
         max_positions: int | None = None,
+        fp8_cache: bool = False,
     ) -> None:
         self.config, self.weights, self.kernels = config, weights, kernels
         self.dispatcher, self.dtype, self.rank = dispatcher, dtype, rank
@@ -61,6 +63,7 @@ class DeepSeekModel:
             num_layers=config.num_hidden_layers + len(weights.mtp),
             width=config.cache_width,
             dtype=dtype,
+            packed=config.cache_bytes(dtype.itemsize, fp8=True) if fp8_cache else None,
         )
         self.num_mtp_layers = len(weights.mtp)
         self._naive_from = None if deterministic else naive_from(config)

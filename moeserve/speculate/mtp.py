@@ -97,7 +97,7 @@ class MtpDrafter:
         self._picker = Picker(rule, cache.layers[layer].device, pick)
         self._model, self._cache, self._rule = model, cache, rule
         self._pages = cache.layers[layer]
-        self._no_rows = self._pages.new_zeros(0, hidden_size)
+        self._no_rows = self._pages.new_zeros(0, hidden_size, dtype=cache.dtype)
         self.max_depth = self.max_nodes = max_depth
         self.failure: str | None = None  # of the last propose: why this rank drafted nothing
         self._known: dict[str, _Known] = {}

@@ -137,6 +137,15 @@ class Kernels(Protocol):
         it can. Fast mode (not deterministic) attends by heads too (naive_attention)."""
         ...
 
+    def fp8_cache_misfit(self, shape: MlaShape) -> str | None:
+        """Why latents of this shape cannot lie in an FP8 cache (fp8_latents.py); None: they can."""
+        ...
+
+    @property
+    def reads_fp8_cache(self) -> bool:
+        """Attention reads FP8 rows itself; else it is given them in the model dtype first."""
+        ...
+
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight: ...
 
@@ -210,7 +219,16 @@ class Kernels(Protocol):
     def write_cache(
         self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
     ) -> None:
-        """latent [T, c], k_rope [T, r] into layer [blocks, block, c + r] at flat slots [T]."""
+        """latent [T, c], k_rope [T, r] into layer [blocks, block, c + r] at flat slots [T]. A layer
+        in uint8 is an FP8 cache (fp8_latents.py), here and wherever a layer is read."""
+        ...
+
+    def write_latents(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, batch: ForwardBatch, norm: Tensor,
+        eps: float, cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        """latent [T, c], k_rope [T, r] as the projection gave them: normalised, rotated, written at
+        the batch's slots; the bits that absorbed_mla writes."""
         ...
 
     def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:

@@ -24,9 +24,7 @@ def mla_by_parts(
         if w.q_b is not None:
             assert w.q_a_norm is not None
             q = k.linear(k.rms_norm(q, w.q_a_norm, s.norm_eps), w.q_b)
-        latent = k.rms_norm(latent, w.kv_a_norm, s.norm_eps)
-        k_rope = k.rope(k_rope.unsqueeze(1), batch.positions, cos_sin).squeeze(1)
-        k.write_cache(layer, latent, k_rope, batch.slot_mapping)
+        k.write_latents(layer, latent, k_rope, batch, w.kv_a_norm, s.norm_eps, cos_sin)
         q = q.reshape(-1, s.num_heads, s.nope_dim + s.rope_dim)
         q_rope = k.rope(q[..., s.nope_dim :], batch.positions, cos_sin)
         q_latent = k.per_head(q[..., : s.nope_dim], w.w_uk, s.num_heads)
@@ -35,3 +33,13 @@ def mla_by_parts(
         return k.linear(out.reshape(-1, s.num_heads * s.value_dim), w.o)
 
     return run
+
+
+def latents_by_parts(
+    kernels: Kernels, layer: Tensor, latent: Tensor, k_rope: Tensor, batch: ForwardBatch,
+    norm: Tensor, eps: float, cos_sin: Tensor,
+) -> None:  # fmt: skip
+    """See Kernels.write_latents."""
+    latent = kernels.rms_norm(latent, norm, eps)
+    k_rope = kernels.rope(k_rope.unsqueeze(1), batch.positions, cos_sin).squeeze(1)
+    kernels.write_cache(layer, latent, k_rope, batch.slot_mapping)

@@ -11,6 +11,7 @@ from torch import Tensor, get_num_threads
 
 from models.deepseek.kernels.base import LinearWeight
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.fp8_latents import UnpackedBlocks, is_fp8, pack_rows
 from models.deepseek.kernels.native_checks import (
     check_cache,
     check_even,
@@ -32,6 +33,7 @@ class NativeAttention(NativePart):
 
     def __init__(self, library: NativeLibrary) -> None:
         super().__init__(library)
+        self._unpacked = UnpackedBlocks()
         self._last_batch: tuple[ForwardBatch, int, tuple[int | None, ...]] | None = None
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -61,6 +63,9 @@ class NativeAttention(NativePart):
     def write_cache(
         self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
     ) -> None:
+        if is_fp8(layer):  # bytes are copied: where they are cut in two is all the same
+            packed = pack_rows(latent, k_rope)
+            latent, k_rope = packed[:, : latent.shape[1]], packed[:, latent.shape[1] :]
         rank, rope = latent.shape[1], k_rope.shape[1]
         check_cache(layer, rank + rope, layer.dtype)
         latent = rows(latent, "latent", rank, layer.dtype)
@@ -126,6 +131,8 @@ class NativeAttention(NativePart):
                 f"q_rope {tuple(q_rope.shape)} {q_rope.dtype}: must have q_latent's rows, heads "
                 f"and dtype ({tuple(q_latent.shape)} {q_latent.dtype})"
             )
+        if is_fp8(layer):
+            layer, batch = self._unpacked.of(layer, batch, rank, q_latent.dtype)
         check_cache(layer, rank + rope, q_latent.dtype)
         check_even("kv_lora_rank + qk_rope_head_dim", rank + rope, layer.dtype)
         out = q_latent.new_empty(*q_latent.shape)
@@ -167,6 +174,8 @@ class NativeAttention(NativePart):
         num_rows, num_heads, width = q.shape
         rank = kv_b.in_features
         nope = kv_b.out_features // num_heads - value_dim
+        if is_fp8(layer):
+            layer, batch = self._unpacked.of(layer, batch, rank, q.dtype)
         rope = layer.shape[2] - rank
         if nope + rope != width or kv_b.out_features != num_heads * (nope + value_dim):
             raise KernelArgumentError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.deepseek.fp8 import Fp8Rows
 from models.deepseek.kernels.base import AbsorbedMla, MlaShape, MlaWeights
-from models.deepseek.kernels.mla_parts import mla_by_parts
+from models.deepseek.kernels.mla_parts import latents_by_parts, mla_by_parts
 from models.deepseek.kernels.native_attention import NativeAttention
 from models.deepseek.kernels.native_checks import attention_misfit
 from models.deepseek.kernels.native_dense import NativeDense
@@ -26,10 +26,12 @@ from models.deepseek.kernels.native_fp8 import NativeFp8ExpertWeights, NativeFp8
 from models.deepseek.kernels.native_mla import NativeMla
 from models.deepseek.kernels.native_open import open_library
 from models.deepseek.kernels.native_weights import NativeExpertWeights, NativeLinearWeight
+from models.interface import ForwardBatch
 
 
 class NativeKernels(NativeDense, NativeExperts, NativeAttention):
     name = "native"
+    reads_fp8_cache = False
 
     def __init__(self, defines: tuple[str, ...] = ()) -> None:
         """Raises KernelsUnavailable. `defines` (native/simd.h) leave out instruction sets."""
@@ -39,6 +41,9 @@ class NativeKernels(NativeDense, NativeExperts, NativeAttention):
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         return attention_misfit(shape, dtype, deterministic)
+
+    def fp8_cache_misfit(self, shape: MlaShape) -> str | None:
+        return None
 
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> NativeLinearWeight:
         return NativeLinearWeight(self.library, weight, dtype)
@@ -55,6 +60,12 @@ class NativeKernels(NativeDense, NativeExperts, NativeAttention):
         self, num_slots: int, hidden: int, intermediate: int, dtype: torch.dtype
     ) -> NativeFp8ExpertWeights:
         return NativeFp8ExpertWeights(self.library, num_slots, hidden, intermediate, dtype)
+
+    def write_latents(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, batch: ForwardBatch, norm: Tensor,
+        eps: float, cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        latents_by_parts(self, layer, latent, k_rope, batch, norm, eps, cos_sin)
 
     def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
         by_parts = mla_by_parts(self, weights, shape, cos_sin)

@@ -13,6 +13,7 @@ from torch import Tensor, get_num_threads
 
 from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.fp8_latents import is_fp8
 from models.deepseek.kernels.native_attention import NativeAttention
 from models.deepseek.kernels.native_checks import (
     check_cache,
@@ -103,7 +104,7 @@ class NativeMla:
 
     def __call__(self, x: Tensor, layer: Tensor, batch: ForwardBatch) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows > MAX_FUSED_ROWS:
+        if num_rows > MAX_FUSED_ROWS or is_fp8(layer):
             return self._by_parts(x, layer, batch)
         if not num_rows:  # a rank without work, which others wait for
             return x.new_empty(0, self.hidden)

@@ -28,7 +28,8 @@ from models.deepseek.kernels.base import (
     MlaWeights,
 )
 from models.deepseek.kernels.errors import KernelArgumentError
-from models.deepseek.kernels.mla_parts import mla_by_parts
+from models.deepseek.kernels.fp8_latents import is_fp8, pack_rows, read_rows
+from models.deepseek.kernels.mla_parts import latents_by_parts, mla_by_parts
 from models.interface import ForwardBatch
 
 PARTITION = 64  # absolute positions a softmax partition
@@ -177,8 +178,12 @@ def context_slots(batch: ForwardBatch, sequence: int, row: int, block_size: int)
 class TorchKernels:
     name = "torch"
     fp8_is_fast = False
+    reads_fp8_cache = True
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
+        return None
+
+    def fp8_cache_misfit(self, shape: MlaShape) -> str | None:
         return None
 
     # -- weights ---------------------------------------------------------------------------
@@ -294,8 +299,17 @@ class TorchKernels:
         self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
     ) -> None:
         block_size = layer.shape[1]
-        rows = torch.cat((latent, k_rope), dim=-1).to(layer.dtype)
+        if is_fp8(layer):
+            rows = pack_rows(latent, k_rope)
+        else:
+            rows = torch.cat((latent, k_rope), dim=-1).to(layer.dtype)
         layer[slot_mapping // block_size, slot_mapping % block_size] = rows
+
+    def write_latents(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, batch: ForwardBatch, norm: Tensor,
+        eps: float, cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        latents_by_parts(self, layer, latent, k_rope, batch, norm, eps, cos_sin)
 
     def per_head(self, x: Tensor, weight: LinearWeight, num_heads: int) -> Tensor:
         stacked = weight.unpack().view(num_heads, -1, weight.in_features)
@@ -309,7 +323,7 @@ class TorchKernels:
         query = torch.cat((q_latent, q_rope), dim=-1)
 
         def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
-            rows = layer.flatten(0, 1)[slots].float()  # shared by all heads
+            rows = cached_rows(layer, slots, rank, query.dtype)  # shared by all heads
             return rows.unsqueeze(0), rows[:, :rank].unsqueeze(0)
 
         return attend(query, batch, layer.shape[1], scale, rank, keys_and_values)
@@ -327,7 +341,7 @@ class TorchKernels:
         rank = kv_b.in_features
 
         def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
-            rows = layer.flatten(0, 1)[slots].float()
+            rows = cached_rows(layer, slots, rank, q.dtype)
             wide = matmul_rows(rows[:, :rank], kv_b.unpack()).to(q.dtype).float()
             wide = wide.view(len(slots), num_heads, -1).transpose(0, 1)
             nope, value = wide[..., :-value_dim], wide[..., -value_dim:]
@@ -338,6 +352,12 @@ class TorchKernels:
 
     def absorbed_mla(self, weights: MlaWeights, shape: MlaShape, cos_sin: Tensor) -> AbsorbedMla:
         return mla_by_parts(self, weights, shape, cos_sin)
+
+
+def cached_rows(layer: Tensor, slots: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """What lies at slots [p] of a cache of a model in dtype -> [p, c + r] fp32."""
+    rows = layer.flatten(0, 1)[slots]
+    return (read_rows(rows, rank, dtype) if is_fp8(layer) else rows).float()
 
 
 def attend(

@@ -139,7 +139,9 @@ def cost(tokens: int, rank: int = 512, rope: int = 64, fp8: bool = False) -> Ker
 
 def compile_cases() -> list[CompileCase]:
     cases = []
-    for fp8, ue8m0, keep in ((False, False, False), (True, False, True), (True, True, False)):
+    for fp8, ue8m0, keep in (
+        (False, False, False), (True, False, False), (True, False, True), (True, True, False),
+    ):  # fmt: skip
         kind = f"fp8{' ue8m0' if ue8m0 else ''}" if fp8 else "bf16"
         signature = dict.fromkeys(("latent", "key", "ropes", "rows"), "*bf16")
         signature |= dict.fromkeys(("weight", "cos_sin", "scales"), "*fp32")

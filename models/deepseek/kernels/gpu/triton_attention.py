@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dispatch.base import ScaleFormat
+from dispatch.fp8 import BLOCK
 from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.dense import dense_per_head
@@ -115,14 +116,28 @@ class TritonAttention(TritonDense):
             )
         return None
 
+    def fp8_cache_misfit(self, shape: MlaShape) -> str | None:
+        if shape.rank % BLOCK:
+            return f"kv_lora_rank={shape.rank}: triton kernels want a multiple of {BLOCK}"
+        return None
+
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         return rope(x, positions, cos_sin)
 
     def write_cache(
         self, layer: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Slots of -1 are written nowhere."""
+        """Slots of -1 are written nowhere. Not into an FP8 cache, which is quantised from fp32:
+        write_latents."""
         scatter_rows(layer, latent, k_rope, slot_mapping)
+
+    def write_latents(
+        self, layer: Tensor, latent: Tensor, k_rope: Tensor, batch: ForwardBatch, norm: Tensor,
+        eps: float, cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        write_latents(
+            latent, k_rope, norm, eps, batch.positions, cos_sin, batch.slot_mapping, layer
+        )
 
     def latent_attention(
         self, q_latent: Tensor, q_rope: Tensor, layer: Tensor, batch: ForwardBatch, scale: float
@@ -162,10 +177,7 @@ class TritonAttention(TritonDense):
             joined = self.linear(x, w.qkv_a)
             split = joined.shape[1] - s.rank - s.rope_dim
             q, latent, key = joined.tensor_split((split, split + s.rank), dim=1)
-            write_latents(
-                latent, key, w.kv_a_norm, s.norm_eps, batch.positions, cos_sin,
-                batch.slot_mapping, layer,
-            )  # fmt: skip
+            self.write_latents(layer, latent, key, batch, w.kv_a_norm, s.norm_eps, cos_sin)
             if w.q_b is not None:
                 assert w.q_a_norm is not None
                 q = self._norm_linear(q, w.q_a_norm, s.norm_eps, w.q_b)
