@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, ep: int, threads: int) -> dict[str, Any]:
             *("--ep", str(ep), "--threads", str(threads), "--batch", options.batch, "--quiet"),
             *("--output-length", str(options.output_length), "--prompt-length", "32"),
             *("--prefill-length", str(options.prefill_length), "--repeat", "2"),
-            *("--json", str(file)),
+            *("--out", str(file)),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -107,7 +107,7 @@ def ours(options: argparse.Namespace, folder: Path, number: int) -> dict[str, fl
     root = Path(__file__).parents[1]
     command = [
         *(sys.executable, "-m", "moeserve", "bench", "serve", options.url, "--endpoint", "chat"),
-        *("--tokenizer", str(options.tokenizer.resolve()), "--json", str(file), "--ignore-eos"),
+        *("--tokenizer", str(options.tokenizer.resolve()), "--out", str(file), "--ignore-eos"),
         *("--concurrency", str(options.concurrency), "--requests", str(options.requests)),
         *("--input-tokens", str(options.input_tokens)),
         *("--output-tokens", str(options.output_tokens), "--seed", str(number)),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from launch.bench.app import bench_app
 from launch.bench.figures import Spread, paired_ratio, percentile
+from launch.bench.json_flag import with_file_flag
 from launch.bench.machine import describe_machine
 from launch.bench.steps import StepProgress
 from launch.cli import app
@@ -34,13 +36,13 @@ def test_a_result_that_cannot_be_written_is_named_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:
     for words in (
-        ["bench", "offline", "/gone", "--json=/nowhere/a.json"],
+        ["bench", "offline", "/gone", "--out=/nowhere/a.json"],
         ["bench", "serve", "http://127.0.0.1:1", "--json=/nowhere/a.json"],
         ["bench", "sweep", "http://127.0.0.1:1", "--plot=/nowhere/a.png"],
     ):
         error = CliRunner().invoke(app, words).exception
         assert isinstance(error, ConfigError) and "no folder '/nowhere'" in str(error), error
-    error = CliRunner().invoke(app, ["bench", "serve", "x", f"--json={tmp_path}"]).exception
+    error = CliRunner().invoke(app, ["bench", "serve", "x", f"--out={tmp_path}"]).exception
     assert isinstance(error, ConfigError) and "is a folder" in str(error)
 
 
@@ -64,6 +66,47 @@ def test_a_table_of_offline_ends_in_json_where_a_program_reads_it(
     last = said.out.splitlines()[-1]
     assert last.startswith('{"format"') is not terminal
     assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["tokens_per_second"] == 10.0
+
+
+def test_offline_with_json_says_nothing_else_on_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launch.bench.offline import PARTS, Row, show
+
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(checkpoint=Path("tiny")), parallel=SimpleNamespace(ep=1)
+    )
+    row = Row("decode", 1, 8, 4, 10.0, 100.0, 3, dict.fromkeys(PARTS, 1.0), [10.0])
+    show([row], config, {"dtype": "float32"}, 1, tmp_path / "a.json", {}, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said == json.loads((tmp_path / "a.json").read_text()) and said["rows"][0]["batch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["x", "--json"], ["x", "--json"]),
+        (["--json", "x"], ["--json", "x"]),
+        (["--json", "a.json", "x"], ["--out", "a.json", "x"]),
+        (["--json=a", "x"], ["--out=a", "x"]),
+        (["--json", "--json=a.json"], ["--json", "--out=a.json"]),
+        (["--json", "--out", "a.json"], ["--json", "--out", "a.json"]),
+        (["--", "--json", "a.json"], ["--", "--json", "a.json"]),
+    ],
+)
+def test_json_with_a_file_means_out(words: list[str], meant: list[str]) -> None:
+    assert list(with_file_flag(words)) == meant
+
+
+def test_json_is_a_flag_of_every_benchmark() -> None:
+    """One JSON document on stdout; those whose results are kept have --out for a file."""
+    from typer.main import get_command
+
+    commands = get_command(bench_app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        (flag,) = (p for p in command.params if "--json" in p.opts)
+        files = [p for p in command.params if "--out" in p.opts]
+        assert flag.is_flag and len(files) == (name in ("offline", "serve", "sweep")), name
 
 
 def test_spread_and_percentiles_are_measured_values() -> None:

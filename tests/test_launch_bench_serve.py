@@ -37,7 +37,7 @@ def bench(url: str, folder: Path, *flags: str) -> tuple[Result, dict[str, Any]]:
     """The command's result, and its report; {} where it made none."""
     file = folder / "result.json"
     length = [] if any(x.startswith("--trace") for x in flags) else ["--input-tokens=6"]
-    words = ["bench", "serve", url, f"--json={file}", *length, *flags]
+    words = ["bench", "serve", url, f"--out={file}", *length, *flags]
     result = CliRunner().invoke(app, words)
     return result, json.loads(file.read_text()) if file.exists() else {}
 
@@ -319,7 +319,7 @@ def test_a_warm_up_that_fails_altogether_ends_it(peer: Peer, tmp_path: Path) -> 
         (("--speed=2",), "--trace"),
         (("--rate=0",), "--rate 0"),
         (("--html=nowhere/at/all.html",), "no folder 'nowhere/at'"),
-        (("--json=/nowhere/all.json",), "no folder '/nowhere'"),
+        (("--out=/nowhere/all.json",), "no folder '/nowhere'"),
     ],
 )
 def test_wrong_flags_are_named_before_anything_is_sent(
@@ -373,7 +373,7 @@ def test_a_sweep_finds_what_is_served(peer: Peer, tmp_path: Path) -> None:
     file, page, plot = (tmp_path / f"sweep.{x}" for x in ("json", "html", "png"))
     flags = ("--rates=40,80", "--requests=6", "--input-tokens=6", "--output-tokens=3")
     limits = ("--ttft-limit=5000", "--tpot-limit=5000")
-    words = ["bench", "sweep", peer.url, *flags, *limits, f"--json={file}", f"--html={page}"]
+    words = ["bench", "sweep", peer.url, *flags, *limits, f"--out={file}", f"--html={page}"]
     result = CliRunner().invoke(app, [*words, f"--plot={plot}"])
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
@@ -391,12 +391,25 @@ def test_a_sweep_finds_what_is_served(peer: Peer, tmp_path: Path) -> None:
     assert "fewer tokens than asked for" in str(result.exception)
 
 
+@pytest.mark.parametrize("command", ["serve", "sweep"])
+def test_with_json_nothing_else_is_on_stdout(peer: Peer, tmp_path: Path, command: str) -> None:
+    """The same as --out writes; what is told beside it goes to stderr."""
+    file = tmp_path / "a.json"
+    load = ("--requests=4", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
+    flags = ("--rates=40", "--ttft-limit=5000") if command == "sweep" else ()
+    words = ["bench", command, "--json", peer.url, *load, *flags, f"--out={file}"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads(file.read_text())
+    assert f"written: {file}" in result.stderr
+
+
 def test_a_rate_that_was_never_served_is_no_knee(peer: Peer, tmp_path: Path) -> None:
     """A burst that ends before any limit is passed."""
     peer.handler.ways = ["queue"]
     file = tmp_path / "sweep.json"
     flags = ("--rates=100", "--requests=40", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
-    words = ["bench", "sweep", peer.url, *flags, "--ttft-limit=60000", f"--json={file}"]
+    words = ["bench", "sweep", peer.url, *flags, "--ttft-limit=60000", f"--out={file}"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())

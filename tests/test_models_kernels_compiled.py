@@ -38,7 +38,7 @@ from models.deepseek.kernels.gpu.compiled import (
     write_record,
 )
 from models.deepseek.kernels.gpu.cost import KernelCost
-from models.deepseek.kernels.gpu.errors import CompileFailed
+from models.deepseek.kernels.gpu.errors import CompileFailed, RecordUnreadable
 from models.deepseek.kernels.gpu.registry import MODULES, all_cases
 from moeserve.errors import ConfigError
 
@@ -53,7 +53,8 @@ def named(text: str) -> CompileCase:
 
 
 def test_every_configuration_is_recorded_for_both_architectures() -> None:
-    assert triton.__version__ == VERSION
+    of = f"there is no record of the installed triton {triton.__version__}, but of {VERSION!r}"
+    assert triton.__version__ == VERSION, f"{of}: nothing would be compared"
     here = {(c.name, c.config, ARCHS[arch]) for c in all_cases() for arch in c.archs}
     renew = "moeserve bench kernels --compile-only --renew"
     assert set(RECORD) == here, f"not as recorded; if that is meant: {renew}"
@@ -170,6 +171,46 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_record(path) == ("3.8.0", {key_of(REPORT): Recorded(REPORT, "abc")})
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[]", "list indices"),
+        ("[" * 100_000, "brackets within brackets"),
+        ("{}", "'triton' is missing"),
+        ('{"triton": 3, "kernels": []}', "triton=3: must be the compiler's version"),
+        ('{"triton": "3.8.0"}', "'kernels' is missing"),
+        ('{"triton": "3.8.0", "kernels": [3]}', "a kernel is 3: must be an object"),
+        ('{"triton": "3.8.0", "kernels": [{}]}', "'kernel' is missing"),
+        ("bad registers", "registers='many': must be of type int"),
+        ("bad instructions", "instructions={'mma.sync': 'x'}: must be counts"),
+        ("no fingerprint", "'fingerprint' is missing"),
+        ("\0\xff", "codec can't decode"),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "compiled.json"
+    changes = {
+        "bad registers": {"registers": "many"},
+        "bad instructions": {"instructions": {"mma.sync": "x"}},
+        "no fingerprint": {},
+    }
+    if text in changes:
+        row = {"fingerprint": "a"} if changes[text] else {}
+        rows = [vars(REPORT) | row | changes[text]]
+        text = json.dumps({"triton": "3.8.0", "kernels": rows})
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(RecordUnreadable) as caught:
+        read_record(path)
+    assert str(caught.value).startswith(f"{path}: no record of compiled kernels: ")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RecordUnreadable, match="Is a directory"):
+        read_record(path)
+
+
 def test_a_fingerprint_is_of_all_that_the_compiler_reads() -> None:
     case = named("fp8_gemm 128x256x128")
     one = fingerprint(case, 90, "3.8.0")
@@ -231,14 +272,16 @@ def test_arguments_of_one_are_constants_to_the_compiler(name: str, ones: tuple[s
 
 def test_the_command_compiles_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert KernelCompilation("quant 32x128 w4 ue8m0", processes=1).run(as_json=True) == 0
-    out = capsys.readouterr().out
-    found = json.loads(out.splitlines()[-1])
+    said = capsys.readouterr()
+    found = json.loads(said.out)  # one document and nothing else
     assert [row["arch"] for row in found["kernels"]] == ["sm_90a", "sm_100a"]
     for row in found["kernels"]:
         assert row["kernel"] == "quant" and row["config"] == "32x128 w4 ue8m0"
         assert row["registers"] > 0 and row["spills"] == 0 and row["shared_bytes"] >= 0
         assert row["instructions"]["ld.global.v4"] > 0
-    assert found["worse"] == [] and "nothing worse" in out
+    assert found["worse"] == found["failed"] == []
+    assert (found["compared"], found["not_recorded"]) == (2, 0)
+    assert "2 compared, nothing worse" in said.err
 
 
 def test_a_name_that_is_in_no_kernel() -> None:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.bench.json_flag import JSON_HELP, OUT_HELP, ResultCommand
+from launch.bench.kernels_command import kernels
 from launch.bench.serve_flags import WHEN, Ask, with_ask
-from launch.choices import not_one_of
 from launch.commands import Command, Group
 from launch.settings import OFFLINE, Given, with_settings
 from moeserve.errors import ConfigError
@@ -44,7 +45,7 @@ bench_app = typer.Typer(
 )
 
 
-@bench_app.command(cls=Command)
+@bench_app.command(cls=ResultCommand)
 @with_ask()
 def serve(ask: Ask) -> None:
     """Drive any OpenAI-style server, and report tokens/s of node and GPU, latencies, errors.
@@ -56,7 +57,7 @@ def serve(ask: Ask) -> None:
     run(ask)
 
 
-@bench_app.command(cls=Command)
+@bench_app.command(cls=ResultCommand)
 @with_ask(without=("rate", "concurrency", "trace", "speed", "record"))
 def sweep(
     ask: Ask,
@@ -103,7 +104,7 @@ def compare(
     Compare(these, those, force, json).run()
 
 
-@bench_app.command(cls=Command)
+@bench_app.command(cls=ResultCommand)
 @with_settings(
     OFFLINE,
     without=("model.served_name", "model.chat_template", "engine.lockstep_timeout", "engine.seed"),
@@ -128,20 +129,19 @@ def offline(
     record_experts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the load of each expert (.npz)")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The result as JSON too")
-    ] = None,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=OUT_HELP)] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="One more run, not counted, for Perfetto (.json)"),
     ] = None,
 ) -> None:
-    """Decode and prefill of CHECKPOINT without HTTP: a table, and where stdout is no terminal one
-    line of JSON."""
+    """Decode and prefill of CHECKPOINT without HTTP: tables, and where stdout is no terminal one
+    line of JSON after them; with --json that alone."""
     from launch.bench.offline import Bench
 
     lengths = (prompt_length, output_length, prefill_length)
-    Bench(batch, *lengths, repeat, record_experts, json, trace).run(given)
+    Bench(batch, *lengths, repeat, record_experts, json, out, trace).run(given)
 
 
 @bench_app.command(cls=Command)
@@ -362,64 +362,4 @@ def dispatch(
     DispatchBench(flags, json).run()
 
 
-@bench_app.command(cls=Command)
-def kernels(
-    only: Annotated[
-        str, typer.Option(metavar="TEXT", help="Kernels whose name contains this")
-    ] = "",
-    kernels: Annotated[str, typer.Option(metavar="NAME", help="auto, native or torch")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kernel")] = 0.5,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Compute threads; default: torch's")
-    ] = None,
-    compile_only: Annotated[
-        bool,
-        typer.Option(
-            "--compile-only",
-            help="Compile the GPU kernels for sm_90a and sm_100a, without a GPU, and compare "
-            "registers, spills, shared memory and instructions with the record",
-        ),
-    ] = False,
-    renew: Annotated[
-        bool, typer.Option("--renew", help="With --compile-only: what comes out is the record now")
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="cpu, or cuda: the GPU kernels at DeepSeek-V3's shapes, beside "
-            "libraries that are installed",
-        ),
-    ] = "cpu",
-    budget: Annotated[
-        float, typer.Option(min=1, help="With --device cuda: seconds in all")
-    ] = 300.0,
-    winners: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="With --device cuda: who was fastest at which shape, to choose by"
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The last line is one JSON object")
-    ] = False,
-) -> None:
-    """Time each kernel of a layer beside the best that plain torch has, in turn, and beside what
-    this machine can do: its fastest product, its fastest read."""
-    if device not in ("cpu", "cuda"):
-        raise ConfigError([not_one_of("--device", device, ("cpu", "cuda"))])
-    if compile_only:
-        from launch.bench.kernels_compiled import KernelCompilation
-
-        raise typer.Exit(KernelCompilation(only, renew).run(as_json))
-    if renew:
-        raise ConfigError(["--renew: only with --compile-only"])
-    if device == "cuda":
-        from launch.bench.kernels_gpu import GpuKernelBench
-
-        raise typer.Exit(GpuKernelBench(only, budget, winners).run(as_json))
-    if winners is not None:
-        raise ConfigError(["--winners: only with --device cuda"])
-    from launch.bench.kernels import KernelBench
-
-    KernelBench(only, kernels, seconds, threads).run(as_json)
+bench_app.command(cls=Command)(kernels)

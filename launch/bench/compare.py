@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError:
         raise ConfigError([f"{path}: is no JSON"]) from None
     if not isinstance(held, dict) or held.get("format") not in FORMATS:
-        what = "no result of bench serve, sweep or offline (--json FILE)"
+        what = "no result of bench serve, sweep or offline (--out FILE)"
         raise ConfigError([f"{path}: {what}"])
     missing = [x for x in _HAS_TO_HOLD[held["format"]] if x not in held]
     if missing:

@@ -29,7 +29,7 @@ class BackendFailed(MoeserveError):
 
 @dataclass(frozen=True)
 class DispatchBench:
-    """The command. as_json: one object on stdout, its last line, instead of tables."""
+    """The command. as_json: one object on stdout, and nothing else there, instead of tables."""
 
     flags: DispatchFlags
     as_json: bool = False
@@ -60,13 +60,13 @@ class DispatchBench:
         from launch.bench import dispatch_refused as refused
         from launch.bench.dispatch_show import Result, as_json, show
         from launch.bench.machine import describe_machine
-        from launch.bench.screen import last_line
+        from launch.bench.screen import only_json
 
         rows, entries = found.measured, refused.not_measured(asked, found.refused)
         result = Result(asked, rows, entries, found.loads, transport, describe_machine())
         missing = refused.missing(asked, entries, rows)
         if self.as_json:
-            last_line(as_json(result))
+            only_json(as_json(result))
         else:
             show(result, [entry for entry in entries if entry not in missing])
         if asked.plot is not None and rows:

@@ -5,14 +5,15 @@ Knows how that is asked for and shown. What is measured: models/deepseek/kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from launch.bench.kernels_words import nowhere, refuse
 from launch.bench.machine import describe_machine
-from launch.bench.screen import last_line, wide_console
+from launch.bench.screen import only_json, wide_console
 from launch.bench.steps import StepProgress
 from launch.choices import not_one_of
-from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from models.deepseek.kernels.bench import Limits, Row
@@ -29,41 +30,49 @@ class KernelBench:
     seconds: float
     threads: int | None
 
-    def run(self, as_json: bool) -> None:
-        """ConfigError for a name that is not there, before torch is imported."""
+    def run(self, as_json: bool, problems: Sequence[str] = ()) -> None:
+        """problems: of other flags. ConfigError for them and for names that are not there."""
+        found = list(problems)
         if self.kernels not in NAMES:
-            raise ConfigError([not_one_of("--kernels", self.kernels, NAMES)])
+            found.append(not_one_of("--kernels", self.kernels, NAMES))
         import torch
 
-        from models.deepseek.kernels.bench import all_cases, cases_named, measure, measure_limits
+        from models.deepseek.kernels.bench import all_cases, measure, measure_limits
         from models.deepseek.kernels.select import create_kernels
 
+        # Names need no kernels; to build the native ones may take a minute.
+        plain = create_kernels("torch").kernels
+        found += nowhere(self.only, [maker.name for maker in all_cases(plain)])
+        refuse(found)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         choice = create_kernels(self.kernels)
+        makers = [maker for maker in all_cases(choice.kernels) if self.only in maker.name]
         limits = measure_limits()
         rows: list[Row] = []
-        whole = len(all_cases(choice.kernels))
         progress = StepProgress(True, unit=" kernels")
-        for case in cases_named(choice.kernels, self.only):
-            progress(case.name, len(rows), whole)
-            rows.append(measure(case, limits, self.seconds))
-        progress("done", whole, whole)
-        if not rows:
-            names = [case.name for case in cases_named(choice.kernels)]
-            raise ConfigError([f"--only {self.only!r}: in no kernel's name: {', '.join(names)}"])
+        try:
+            for maker in makers:
+                progress(maker.name, len(rows), len(makers))
+                case = maker.make()
+                assert case.name == maker.name, (case.name, maker.name)
+                rows.append(measure(case, limits, self.seconds))
+            progress("done", len(makers), len(makers))
+        finally:
+            progress.close()
         threads = torch.get_num_threads()
-        _show(rows, choice.reason, limits, threads)
-        if as_json:
-            last_line(
-                {
-                    "kernels": [asdict(row) for row in rows],
-                    "chosen": choice.reason,
-                    "threads": threads,
-                    "limits": asdict(limits),
-                    "machine": describe_machine(),
-                }
-            )
+        if not as_json:
+            _show(rows, choice.reason, limits, threads)
+            return
+        only_json(
+            {
+                "kernels": [asdict(row) for row in rows],
+                "chosen": choice.reason,
+                "threads": threads,
+                "limits": asdict(limits),
+                "machine": describe_machine(),
+            }
+        )
 
 
 def _show(rows: list[Row], reason: str, limits: Limits, threads: int) -> None:

@@ -1,36 +1,106 @@
 """`moeserve bench kernels --compile-only`: the GPU kernels compiled without a GPU, and shown.
 
-Knows how that is asked for, done in two processes, shown, compared with the record and put into it.
-What a kernel compiles to: models/deepseek/kernels/gpu/aot.py; what of it may change: compiled.py.
+Knows how that is asked for, shown, compared with the record and put into it. In which processes:
+compile_pool.py; what a kernel compiles to: models/deepseek/kernels/gpu/aot.py; what of it may
+change: compiled.py there.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from launch.bench.compile_pool import (
+    PROCESSES,
+    Failed,
+    Task,
+    compile_all,
+    ends_on_sigterm,
+    need_compiler,
+)
+from launch.bench.kernels_words import nowhere, refuse
 from launch.bench.machine import describe_machine
-from launch.bench.screen import last_line, wide_console
+from launch.bench.screen import only_json, wide_console
 from launch.bench.steps import StepProgress
-from launch.env import usable_cores
-from launch.signals import die_with_parent
 from launch.version import HOME
-from moeserve.errors import ConfigError
+from moeserve.terminal import counted, say
 
 if TYPE_CHECKING:
     from models.deepseek.kernels.gpu.aot import CompileReport
+    from models.deepseek.kernels.gpu.compiled import Record
 
-PROCESSES = 2  # a compiler keeps one core busy and holds some hundred MB
-Task = tuple[int, int]  # index of a case in the registry, architecture
+WORSE, NOTHING_COMPARED = 1, 3  # exit codes
+NAMED = 8  # that do not compile: so many are named on the screen
 BENCHMARKS = Path("BENCHMARKS.md")
 MARKS = ("<!-- compiled kernels -->", "<!-- end of compiled kernels -->")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came of it. failed: those that do not compile, and why; new: reports that the record
+    has not; compared: reports beside which it has one of this compiler."""
+
+    tasks: Sequence[Task]
+    compiled: int  # the others are from the record
+    reports: Sequence[CompileReport]
+    failed: Sequence[Failed]
+    worse: Sequence[str]
+    new: int
+    seconds: float
+    triton: str
+    recorded_with: str
+
+    @property
+    def compared(self) -> int:
+        return len(self.reports) - self.new
+
+    def lines(self) -> list[str]:
+        """Below the table."""
+        said = [f"failed: {one.line}" for one in self.failed[:NAMED]]
+        if len(self.failed) > NAMED:
+            said.append(f"failed: {len(self.failed) - NAMED} more (all in the JSON)")
+        said += [f"worse: {line}" for line in self.worse]
+        if not self.reports:
+            return said
+        if not self.compared:
+            return [*said, f"nothing compared: {self._why_not()}; --renew records them"]
+        worse = len(self.worse) or "nothing"
+        said.append(
+            f"beside the record (triton {self.recorded_with}): {self.compared} compared, {worse} "
+            "worse"
+        )
+        if self.new:
+            said.append(f"not recorded: {self.new} of {len(self.reports)}; --renew records them")
+        return said
+
+    def _why_not(self) -> str:
+        if not self.recorded_with:
+            return "there is no record"
+        if self.recorded_with != self.triton:
+            return f"the record is of triton {self.recorded_with}, this is {self.triton}"
+        return f"none of these {len(self.reports)} is in the record"
+
+    def exit_code(self, renewed: bool) -> int:
+        if self.failed or (self.worse and not renewed):
+            return WORSE
+        return 0 if self.compared or renewed else NOTHING_COMPARED
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kernels": [asdict(report) for report in self.reports],
+            "failed": [asdict(one) for one in self.failed],
+            "triton": self.triton,
+            "recorded_with": self.recorded_with,
+            "compared": self.compared,
+            "worse": list(self.worse),
+            "not_recorded": self.new,
+            "seconds": self.seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -42,20 +112,14 @@ class KernelCompilation:
     renew: bool = False
     processes: int = PROCESSES
 
-    def run(self, as_json: bool) -> int:
-        """The exit code: 1 when something is worse than recorded, and that is not the record now.
-        ConfigError where triton is missing, for a name that is not there, for a kernel that does
-        not compile."""
-        from models.deepseek.kernels.gpu.compiled import faults, gone, key_of, read_record
-        from models.deepseek.kernels.gpu.errors import CompileFailed, TritonMissing
-        from models.deepseek.kernels.gpu.language import need_triton
+    def run(self, as_json: bool, problems: Sequence[str] = ()) -> int:
+        """The exit code: 1 when a kernel does not compile, or something is worse than recorded and
+        that is not the record now; 3 when nothing was compared. problems: of other flags.
+        ConfigError for them, for a name that is not there, where triton is missing, and for a
+        record that is none."""
+        from models.deepseek.kernels.gpu.compiled import read_record
+        from models.deepseek.kernels.gpu.errors import RecordUnreadable, TritonMissing
         from models.deepseek.kernels.gpu.registry import all_cases
-
-        try:
-            need_triton()
-        except TritonMissing as error:
-            raise ConfigError([f"--compile-only: {error}"]) from None
-        import triton
 
         cases = all_cases()
         tasks = [
@@ -64,92 +128,76 @@ class KernelCompilation:
             if self.only in f"{case.name} {case.config}"
             for arch in case.archs
         ]
+        found = list(problems)
         if not tasks:
-            names = ", ".join(dict.fromkeys(case.name for case in cases))
-            raise ConfigError([f"--only {self.only!r}: in no kernel's name: {names}"])
+            found += nowhere(self.only, (case.name for case in cases))
         if self.renew and self.only:
-            raise ConfigError(["--renew: the record is of all kernels, not with --only"])
-        version, record = read_record()
-        began = time.monotonic()
-        done = unchanged(tasks, triton.__version__) if self.renew else {}
-        todo = [task for task in tasks if task not in done]
-        progress = StepProgress(True, unit=" compilations")
+            found.append("--renew: the record is of all kernels, not with --only")
+        version = ""
+        record: Record = {}
         try:
-            for task, report in compile_all(todo, self.processes):
-                done[task] = report
-                progress(report.kernel, len(done), len(tasks))
-        except (CompileFailed, TritonMissing) as error:
-            raise ConfigError([f"--compile-only: {error}"]) from None
+            need_compiler()
+            version, record = read_record()
+        except (RecordUnreadable, TritonMissing) as error:
+            found.append(f"--compile-only: {error}")
+        refuse(found)
+        done = self._compile(tasks, version, record)
+        if self.renew and not done.failed:
+            renew(done.tasks, done.reports, done.triton)
+        tell: Callable[[str], None] = say
+        if not as_json:
+            made = counted(done.compiled, "compilation")
+            _show(f"{made} by triton {done.triton} in {done.seconds:.0f} s", done.reports)
+            tell = print
+        for line in done.lines():
+            tell(line)
+        if self.renew and done.failed:
+            say("not renewed: the record is of kernels that all compile")
+        if as_json:
+            only_json(done.as_json() | {"machine": describe_machine()})
+        return done.exit_code(self.renew)
+
+    def _compile(self, tasks: Sequence[Task], version: str, record: Record) -> Compiled:
+        import triton
+
+        from models.deepseek.kernels.gpu.compiled import faults, gone, key_of
+        from models.deepseek.kernels.gpu.errors import CompileFailed
+        from models.deepseek.kernels.gpu.registry import all_cases
+
+        cases = all_cases()
+        began = time.monotonic()
+        done: dict[Task, CompileReport] = {}
+        if self.renew:
+            done = unchanged(tasks, triton.__version__)
+        failed: list[Failed] = []
+        progress = StepProgress(True, unit=" compilations")
+        todo = [task for task in tasks if task not in done]
+        try:
+            with ends_on_sigterm(), closing(compile_all(todo, self.processes)) as coming:
+                for task, report in coming:
+                    case = cases[task[0]]
+                    if isinstance(report, CompileFailed):
+                        failed.append(Failed.of(case, task[1], report))
+                    else:
+                        done[task] = report
+                    progress(case.name, len(done) + len(failed), len(tasks))
         finally:
             progress.close()
         seconds = time.monotonic() - began
-        reports = [done[task] for task in tasks]
-        if self.renew:
-            renew(tasks, reports, triton.__version__)
-        if version != triton.__version__:
-            record = {}  # another compiler: only spills, and what a case wants
+        there = record if version == triton.__version__ else {}  # of another compiler: no measure
+        kept = [task for task in tasks if task in done]
         worse = [
             line
-            for (index, arch), report in zip(tasks, reports, strict=True)
-            for line in faults(cases[index], arch, report, record)
+            for index, arch in kept
+            for line in faults(cases[index], arch, done[index, arch], there)
         ]
         if not self.only:
-            worse += [f"{name}: recorded, and there no more" for name in gone(cases, record)]
-        new = sum(key_of(report) not in record for report in reports) if record else 0
-        title = f"{len(todo)} compilations by triton {triton.__version__} in {seconds:.0f} s"
-        _show(title, reports)
-        for line in worse:
-            print(f"worse: {line}")
-        against = f"the record (triton {version})"
-        if version != triton.__version__:
-            against = f"no record of triton {triton.__version__} (of {version or 'none'})"
-        print(f"beside {against}: {len(worse) or 'nothing'} worse")
-        if new and not self.renew:
-            print(f"not recorded: {new} of {len(reports)}; --renew records them")
-        if as_json:
-            last_line(
-                {
-                    "kernels": [asdict(report) for report in reports],
-                    "triton": triton.__version__,
-                    "recorded_with": version,
-                    "worse": worse,
-                    "not_recorded": new,
-                    "seconds": seconds,
-                    "machine": describe_machine(),
-                }
-            )
-        return 1 if worse and not self.renew else 0
-
-
-def compile_all(
-    tasks: Sequence[Task], processes: int = PROCESSES
-) -> Iterator[tuple[Task, CompileReport]]:
-    """Each as it is done, in as many processes as there are cores, `processes` at most. Raises
-    CompileFailed for the first that does not compile; the others are not waited for."""
-    if not tasks:
-        return
-    workers = max(1, min(processes, usable_cores(), len(tasks)))
-    with ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),  # torch's threads do not survive a fork
-        initializer=die_with_parent,
-        initargs=(os.getpid(),),
-    ) as pool:
-        waiting = {pool.submit(_compile, task): task for task in tasks}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _compile(task: Task) -> CompileReport:
-    """In a process of the pool: the case is looked up there, as kernels cannot be sent."""
-    from models.deepseek.kernels.gpu.aot import compile_case
-    from models.deepseek.kernels.gpu.registry import all_cases
-
-    index, arch = task
-    return compile_case(all_cases()[index], arch)
+            worse += [f"{name}: recorded, and there no more" for name in gone(cases, there)]
+        reports = [done[task] for task in kept]
+        new = sum(key_of(report) not in there for report in reports)
+        return Compiled(
+            kept, len(todo), reports, failed, worse, new, seconds, triton.__version__, version
+        )
 
 
 def unchanged(tasks: Sequence[Task], version: str) -> dict[Task, CompileReport]:

@@ -6,16 +6,16 @@ models/deepseek/kernels/gpu/bench. `scripts/gpu_check.py` shows the same.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.bench.kernels_words import nowhere, refuse
 from launch.bench.machine import describe_machine
-from launch.bench.screen import last_line, wide_console
+from launch.bench.screen import only_json, wide_console
 from launch.bench.steps import StepProgress
-from moeserve.errors import ConfigError
+from moeserve.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -67,15 +67,23 @@ def measure_kernels(
     from models.deepseek.kernels.gpu.bench.run import all_cases, measure_all
     from models.deepseek.kernels.gpu.bench.winners import Winners
 
+    refuse(no_such_kernel(sizes, device, only))
     cases = all_cases(sizes, device, only)
-    if not cases:
-        names = ", ".join(dict.fromkeys(case.kernel for case in all_cases(sizes, device)))
-        raise ConfigError([f"--only {only!r}: in no kernel's name: {names}"])
     clock = clock or make_clock(device)
     limits = limits or measure_limits(clock, device)
     measured = measure_all(cases, clock, limits, budget, progress)
     name = device_name(device)
     return KernelReport(name, limits, measured, Winners.from_rows(name, measured.rows))
+
+
+def no_such_kernel(sizes: Sizes, device: torch.device, only: str) -> list[str]:
+    """Of an `only` that is in no kernel's name: they and their shapes are known without a GPU."""
+    from models.deepseek.kernels.gpu.bench.run import all_cases
+
+    cases = all_cases(sizes, device)
+    if any(only in case.name for case in cases):
+        return []
+    return nowhere(only, (case.kernel for case in cases))
 
 
 def device_name(device: torch.device) -> str:
@@ -92,19 +100,22 @@ class GpuKernelBench:
     seconds: float
     winners: Path | None = None
 
-    def run(self, as_json: bool) -> int:
-        """The exit code: 1 where a kernel raised. ConfigError where there is no device."""
+    def run(self, as_json: bool, problems: Sequence[str] = ()) -> int:
+        """The exit code: 1 where a kernel raised. problems: of other flags. ConfigError for them,
+        for a name that is not there, and where there is no device."""
         import torch
 
         from models.deepseek.kernels.gpu.bench.sizes import V3
         from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT
 
+        found = [*problems, *no_such_kernel(V3, torch.device("cpu"), self.only)]
         if not torch.cuda.is_available():
-            raise ConfigError(
-                ["--device cuda: torch finds no CUDA device here; --compile-only needs none"]
+            found.append(
+                "--device cuda: torch finds no CUDA device here; --compile-only needs none"
             )
-        if not HAVE_TRITON:
-            raise ConfigError([f"--device cuda: {HOW_TO_GET_IT}"])
+        elif not HAVE_TRITON:
+            found.append(f"--device cuda: {HOW_TO_GET_IT}")
+        refuse(found)
         progress = StepProgress(True, unit=" shapes")
         try:
             report = measure_kernels(
@@ -112,12 +123,13 @@ class GpuKernelBench:
             )
         finally:
             progress.close()
-        show(report)
+        if not as_json:
+            show(report)
         if self.winners is not None:
             report.winners.save(self.winners)
-            print(f"written: {self.winners}")
+            say(f"written: {self.winners}")
         if as_json:
-            last_line(report.as_json() | {"machine": describe_machine()})
+            only_json(report.as_json() | {"machine": describe_machine()})
         return 1 if report.measured.failed else 0
 
 
@@ -203,7 +215,3 @@ def summary(report: KernelReport) -> list[str]:
         lines.append(f"time did not suffice for {len(left)} shapes (all in the JSON): {some}")
     lines.append(f"{len(rows)} shapes in {report.measured.seconds:.0f} s")
     return lines
-
-
-def write_json(path: Path, held: dict[str, Any]) -> None:
-    path.write_text(json.dumps(held, indent=1, default=str) + "\n")

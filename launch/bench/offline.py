@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from launch.bench.machine import cpu_name
 from launch.bench.room import with_room
-from launch.bench.screen import last_line, wide_console
-from launch.bench.serve_flags import unwritable
+from launch.bench.screen import only_json, wide_console
 from launch.env import RankEnv, usable_cores
 from launch.experts.file import output_problems, save_recording, start_recording
+from launch.output import unwritable
 from launch.settings import Given
 from launch.trace import file_problems, save_trace, start_trace
 from moeserve.errors import ConfigError
@@ -79,7 +79,8 @@ class Bench:
     prefill_length: int
     repeat: int
     record_experts: Path | None = None  # a file for the expert load of all runs
-    json: Path | None = None  # a file for the result
+    json: bool = False  # the result on stdout, and nothing else there
+    out: Path | None = None  # a file for the result
     trace: Path | None = None  # a file for the spans of one more run, of the largest batch
 
     def run(self, given: Given) -> None:
@@ -90,7 +91,7 @@ class Bench:
             problems += output_problems("--record-experts", self.record_experts)
         if self.trace is not None:
             problems += file_problems("--trace", self.trace)
-        problems += unwritable("--json", self.json)
+        problems += unwritable("--out", self.out)
         config = given.resolve(own=problems, on_rank=env is not None)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
@@ -188,7 +189,8 @@ class Bench:
             save_trace(engine, self.trace, "bench offline")
         engine.close()
         if group.rank == 0:
-            show(rows, config, engine.info, torch.get_num_threads(), self.json, self.settings)
+            threads = torch.get_num_threads()
+            show(rows, config, engine.info, threads, self.out, self.settings, self.json)
 
 
 @dataclass(frozen=True)
@@ -304,34 +306,14 @@ def show(
     threads: int,
     file: Path | None = None,
     settings: Mapping[str, object] | None = None,
+    as_json: bool = False,
 ) -> None:
-    """The table on stdout, and one line of JSON where stdout is no terminal; the same goes into the
-    file, where there is one."""
-    from rich.table import Table
-
+    """On stdout: with as_json one JSON object and nothing else; without, the tables, and where
+    stdout is no terminal one line of JSON. The same object goes into the file, if there is one."""
     gpus = config.parallel.ep
     nodes = max(1, gpus // int(str(info.get("ranks_per_node", gpus))))
     gpu = "CPU rank" if info.get("device", "cpu") == "cpu" else "GPU"
     name = config.model.checkpoint.resolve().name
-    title = f"{name}: {info['dtype']}, ep {config.parallel.ep}, {counted(threads, 'thread')} a rank"
-    table = Table(title=title)
-    for column in (
-        *("what", "batch", "tokens", "tokens/s"),
-        *(f"a node (of {nodes})", f"a {gpu} (of {gpus})", "ms a step"),
-    ):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    parts = Table(title="ms of a step on rank 0, by part")
-    parts.add_column("part")
-    for row in rows:
-        lengths = f"{row.prompt_length}+{row.output_length}"
-        speeds = (f"{row.tokens_per_second / n:.1f}" for n in (1, nodes, gpus))
-        table.add_row(row.what, str(row.batch), lengths, *speeds, f"{row.step_ms:.2f}")
-        parts.add_column(f"{row.what} {row.batch}", justify="right")
-    for part in PARTS:
-        parts.add_row(part, *(f"{row.parts[part]:.2f}" for row in rows))
-    console = wide_console()
-    console.print(table)
-    console.print(parts)
     result = {
         "format": FORMAT,
         "checkpoint": name,
@@ -353,8 +335,35 @@ def show(
             for row in rows
         ],
     }
+    if not as_json:
+        threaded = counted(threads, "thread")
+        title = f"{name}: {info['dtype']}, ep {gpus}, {threaded} a rank"
+        _show_tables(rows, title, nodes, gpus, gpu)
     if file is not None:
         file.write_text(json.dumps(result, indent=1, default=str) + "\n")
         say(f"written: {file}")
-    if not sys.stdout.isatty():  # nobody reads it there: --json FILE keeps it
-        last_line(result)
+    if as_json or not sys.stdout.isatty():  # nobody reads it on a terminal: --out FILE keeps it
+        only_json(result)
+
+
+def _show_tables(rows: list[Row], title: str, nodes: int, gpus: int, gpu: str) -> None:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in (
+        *("what", "batch", "tokens", "tokens/s"),
+        *(f"a node (of {nodes})", f"a {gpu} (of {gpus})", "ms a step"),
+    ):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    parts = Table(title="ms of a step on rank 0, by part")
+    parts.add_column("part")
+    for row in rows:
+        lengths = f"{row.prompt_length}+{row.output_length}"
+        speeds = (f"{row.tokens_per_second / n:.1f}" for n in (1, nodes, gpus))
+        table.add_row(row.what, str(row.batch), lengths, *speeds, f"{row.step_ms:.2f}")
+        parts.add_column(f"{row.what} {row.batch}", justify="right")
+    for part in PARTS:
+        parts.add_row(part, *(f"{row.parts[part]:.2f}" for row in rows))
+    console = wide_console()
+    console.print(table)
+    console.print(parts)

@@ -1,5 +1,5 @@
-"""How results of `moeserve bench` are shown: tables on stdout, the last line one JSON object. Knows
-rich; nothing of what is measured."""
+"""How results of `moeserve bench` are shown: tables on stdout, or one JSON document and no more.
+Knows rich; nothing of what is measured."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def wide_console() -> Console:
     return console
 
 
-def last_line(result: dict[str, Any]) -> None:
-    """One line of JSON, the last."""
+def only_json(result: dict[str, Any]) -> None:
+    """One JSON document, on one line."""
     print(json.dumps(result, default=str), flush=True)

@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 def serve(ask: Ask) -> None:
     """The command. Raises SystemExit with its exit code."""
-    from launch.bench.screen import wide_console
+    from launch.bench.screen import only_json, wide_console
     from launch.bench.serve_show import show
 
     load = ask.load()
@@ -35,15 +35,18 @@ def serve(ask: Ask) -> None:
         report, driven = run.measure(load)
     finally:
         run.peer.close()
-    write_json(ask.json, report)
+    write_json(ask.out, report)
     if ask.record is not None:
         _record(ask.record, load, driven)
     if ask.html is not None:
         from launch.bench.report_html import page
 
         ask.html.write_text(page(report), encoding="utf-8")
-    show(report, wide_console())
-    for file in (ask.json, ask.html, ask.record):
+    if ask.json:
+        only_json(report)
+    else:
+        show(report, wide_console())
+    for file in (ask.out, ask.html, ask.record):
         if file is not None:
             say(f"written: {file}")
     leave(report, ask.allow_errors)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.bench.json_flag import JSON_HELP, OUT_HELP
+from launch.output import unwritable
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Ask:
     api_key: str | None = None
     admin_key: str | None = None
     allow_errors: bool = False
-    json: Path | None = None
+    json: bool = False
+    out: Path | None = None
     html: Path | None = None
     record: Path | None = None
 
@@ -135,7 +137,7 @@ class Ask:
             problems.append(f"--endpoint {self.endpoint!r}: valid are chat, completions")
         if (self.turns or 1) > 1 and self.endpoint == "completions":
             problems.append(f"--turns {self.turns}: a conversation needs --endpoint chat")
-        files = {"--json": self.json, "--html": self.html, "--record": self.record}
+        files = {"--out": self.out, "--html": self.html, "--record": self.record}
         for flag, file in files.items():
             problems += unwritable(flag, file)
         return problems
@@ -143,18 +145,6 @@ class Ask:
     @property
     def is_chat(self) -> bool:
         return self.endpoint == "chat" or (self.endpoint is None and (self.turns or 1) > 1)
-
-
-def unwritable(flag: str, file: Path | None) -> list[str]:
-    """Why a result could not be written there, before anything is measured."""
-    if file is None:
-        return []
-    folder = file.parent
-    if not folder.is_dir():
-        return [f"{flag} {file}: no folder {str(folder)!r} to write it to"]
-    if not os.access(folder, os.W_OK):
-        return [f"{flag} {file}: the folder cannot be written to"]
-    return [f"{flag} {file}: is a folder"] if file.is_dir() else []
 
 
 @dataclass(frozen=True)
@@ -215,7 +205,8 @@ _FLAGS = (
     _Flag("ttft_limit", float, HOW, "Most ms to the first token, for goodput", "MS", 0),
     _Flag("tpot_limit", float, HOW, "Most ms a token after it, for goodput", "MS", 0),
     _Flag("allow_errors", bool, HOW, "Exit with 0 although calls failed"),
-    _Flag("json", Path, OUTPUT, "The result as JSON", "FILE"),
+    _Flag("json", bool, OUTPUT, JSON_HELP),
+    _Flag("out", Path, OUTPUT, OUT_HELP, "FILE"),
     _Flag("html", Path, OUTPUT, "A page with plots, self-contained", "FILE"),
     _Flag("record", Path, OUTPUT, "What was sent, for --trace", "FILE"),
 )  # fmt: skip

@@ -34,7 +34,7 @@ class OtherTokens(MoeserveError):
 
 @dataclass(frozen=True)
 class SpeculateBench:
-    """The command. as_json: one object on stdout, its last line, instead of the table."""
+    """The command. as_json: one object on stdout, and nothing else there, instead of the table."""
 
     flags: SpeculateFlags
     as_json: bool = False
@@ -107,9 +107,9 @@ class SpeculateBench:
             torch.get_num_threads(),
         )
         if self.as_json:
-            from launch.bench.screen import last_line
+            from launch.bench.screen import only_json
 
-            last_line(as_json(result))
+            only_json(as_json(result))
         else:
             show(result)
         if asked.plot is not None:

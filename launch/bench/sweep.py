@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.serve_call import Fault
-from launch.bench.serve_flags import Ask, unwritable
+from launch.bench.serve_flags import Ask
 from launch.bench.serve_load import Load
 from launch.bench.serve_run import Run
 from launch.bench.sweep_pace import LONG, pace_of
+from launch.output import unwritable
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import say
 
@@ -61,7 +62,7 @@ class Sweep:
             report = _climb(run, load, rates)
         finally:
             run.peer.close()
-        write_json(ask.json, report)
+        write_json(ask.out, report)
         self._show(report, ask)
         if report["interrupted"]:
             raise SystemExit(INTERRUPTED)
@@ -80,15 +81,18 @@ class Sweep:
         return rates
 
     def _show(self, report: dict[str, Any], ask: Ask) -> None:
-        from launch.bench.screen import wide_console
+        from launch.bench.screen import only_json, wide_console
         from launch.bench.sweep_show import draw, page, show
 
         if self.plot is not None:
             draw(report).savefig(self.plot)
         if ask.html is not None:
             ask.html.write_text(page(report), encoding="utf-8")
-        show(report, wide_console())
-        for file in (ask.json, ask.html, self.plot):
+        if ask.json:
+            only_json(report)
+        else:
+            show(report, wide_console())
+        for file in (ask.out, ask.html, self.plot):
             if file is not None:
                 say(f"written: {file}")
         for problem in report["problems"]:

@@ -55,7 +55,7 @@ def test_ranks_tell_their_steps_and_experts(random_checkpoint: Path, tmp_path: P
     load = ("--concurrency=4", "--requests=10", "--input-tokens=24", "--output-tokens=8")
     with serving(random_checkpoint) as url:
         words = ["bench", "serve", url, *load, "--ignore-eos", "--shared-prefix=16", "--warmup=1"]
-        done = CliRunner().invoke(app, [*words, f"--json={file}"])
+        done = CliRunner().invoke(app, [*words, f"--out={file}"])
     assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
     assert report["gpus"] == 2 and report["gpus_are"] == "CPU ranks" and report["nodes"] == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -274,22 +274,35 @@ def per_head_case(kernels: Kernels, rows: int) -> Case:
     )
 
 
-def all_cases(kernels: Kernels) -> list[Callable[[], Case]]:
-    """Makers, so that only one case's weights are in memory at a time."""
-    makers: list[Callable[[], Case]] = []
+@dataclass(frozen=True)
+class Maker:
+    """name: of the case that it makes. Only one case's weights are in memory at a time."""
+
+    name: str
+    make: Callable[[], Case]
+
+
+def all_cases(kernels: Kernels) -> list[Maker]:
+    makers: list[Maker] = []
+
+    def add(name: str, case: Callable[..., Case], *sizes: object, **more: object) -> None:
+        makers.append(Maker(name, partial(case, kernels, *sizes, **more)))
+
     for rows in (1, 4, 8, 16, 32, 128, 1024):
-        makers.append(partial(linear_case, kernels, rows, 4096, HIDDEN, BF16))
-    makers.append(partial(linear_case, kernels, 1, 576, HIDDEN, BF16))
+        add(f"linear bfloat16 {rows}x{HIDDEN}x4096", linear_case, rows, 4096, HIDDEN, BF16)
+    add(f"linear bfloat16 1x{HIDDEN}x576", linear_case, 1, 576, HIDDEN, BF16)
     for rows in (1, 8, 1024):
-        makers.append(partial(linear_case, kernels, rows, 4096, HIDDEN, torch.float32))
+        add(f"linear float32 {rows}x{HIDDEN}x4096", linear_case, rows, 4096, HIDDEN, torch.float32)
     for rows in (1, 8, 32, 1024):
-        makers.append(partial(experts_case, kernels, rows))
+        add(f"experts {rows} tokens", experts_case, rows)
     for rows in (1, 32, 1024):
-        for case in (mlp_case, gate_case, norm_case, per_head_case):
-            makers.append(partial(case, kernels, rows))
-    for shape in ((1, 512, 1), (32, 512, 1), (1, 8192, 1), (1, 1024, 1024)):
-        makers.append(partial(attention_case, kernels, *shape))
-    makers.append(partial(attention_case, kernels, 1, 1024, 1024, naive=True))
+        add(f"mlp {rows} rows", mlp_case, rows)
+        add(f"gate {rows} rows", gate_case, rows)
+        add(f"add_rms_norm {rows} rows", norm_case, rows)
+        add(f"per_head {rows} rows", per_head_case, rows)
+    for one in ((1, 512, 1), (32, 512, 1), (1, 8192, 1), (1, 1024, 1024)):
+        add(f"latent attention {one[0]} x {one[2]} of {one[1]}", attention_case, *one)
+    add("naive attention 1 x 1024 of 1024", attention_case, 1, 1024, 1024, naive=True)
     return makers
 
 
@@ -324,14 +337,6 @@ class Row:
     of_peak: float
     gbytes: float
     of_read: float
-
-
-def cases_named(kernels: Kernels, only: str = "") -> Iterator[Case]:
-    """Those whose name contains `only`, made one at a time."""
-    for make in all_cases(kernels):
-        case = make()
-        if only in case.name:
-            yield case
 
 
 def measure(case: Case, limits: Limits, budget: float) -> Row:

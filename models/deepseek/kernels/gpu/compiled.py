@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from models.deepseek.kernels.gpu.aot import (
     CompileReport,
     missing_words,
 )
+from models.deepseek.kernels.gpu.errors import RecordUnreadable
 
 RECORD = Path(__file__).with_name("compiled.json")
 # What may differ without a word: ptxas places a few registers otherwise after harmless changes.
@@ -28,6 +29,7 @@ REGISTERS_SLACK = 16
 SHARED_SLACK = 1024
 NEWER_UNITS = ("wgmma.mma_async", "tcgen05.mma")
 UNITS = (*NEWER_UNITS, "mma.sync")
+_KINDS = {"str": str, "int": int, "dict": dict}  # of a report's fields
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,46 @@ def key_of(report: CompileReport) -> tuple[str, str, str]:
 
 
 def read_record(path: Path = RECORD) -> tuple[str, Record]:
-    """The triton version it was made with, and what it holds; nothing where there is no file."""
+    """The triton version it was made with, and what it holds; nothing where there is no file.
+    RecordUnreadable for a file that is no record."""
     if not path.exists():
         return "", {}
-    found = json.loads(path.read_text())
-    rows: Record = {}
-    for row in found["kernels"]:
-        fingerprint = row.pop("fingerprint")
-        report = CompileReport(**row)
-        rows[key_of(report)] = Recorded(report, fingerprint)
-    return found["triton"], rows
+    try:
+        found = json.loads(path.read_text())
+        version = found["triton"]
+        if not isinstance(version, str) or not version:
+            raise TypeError(f"triton={version!r}: must be the compiler's version")
+        rows = [_recorded(row) for row in found["kernels"]]
+    except RecursionError:
+        raise _unreadable(path, "brackets within brackets without end") from None
+    except KeyError as error:
+        raise _unreadable(path, f"{error.args[0]!r} is missing") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(path, str(error).splitlines()[0]) from None
+    return version, {key_of(row.report): row for row in rows}
+
+
+def _recorded(row: Mapping[str, Any]) -> Recorded:
+    """KeyError, TypeError where a row is not one of write_record's."""
+    if not isinstance(row, dict):
+        raise TypeError(f"a kernel is {row!r:.60}: must be an object")
+    made: dict[str, Any] = {}
+    for part in fields(CompileReport):
+        value, kind = row[part.name], _KINDS[str(part.type).partition("[")[0]]
+        if type(value) is not kind:
+            raise TypeError(f"{part.name}={value!r:.60}: must be of type {kind.__name__}")
+        made[part.name] = value
+    counts = made["instructions"]
+    if not all(type(count) is int for count in counts.values()):
+        raise TypeError(f"instructions={counts!r:.60}: must be counts by word")
+    return Recorded(CompileReport(**made), str(row["fingerprint"]))
+
+
+def _unreadable(path: Path, why: str) -> RecordUnreadable:
+    return RecordUnreadable(
+        f"{path}: no record of compiled kernels: {why}; restore it, or remove it and make it anew "
+        "with --renew"
+    )
 
 
 def write_record(triton: str, rows: Iterable[Recorded], path: Path = RECORD) -> None:

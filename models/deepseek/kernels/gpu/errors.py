@@ -13,3 +13,7 @@ class CompileFailed(RuntimeError):
 
 class ShapeRefused(ValueError):
     """A tensor's shape, dtype or stride that a kernel cannot take; the text says what it can."""
+
+
+class RecordUnreadable(ValueError):
+    """The record of compiled kernels is no such file; the text names the file and what is wrong."""

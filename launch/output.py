@@ -1,0 +1,47 @@
+"""Whether a file that a flag names can be written: found before the work whose result it is to
+hold. Knows files; nothing of what is written. Only Python's own library is used here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def unwritable(flag: str, file: Path | None) -> list[str]:
+    """Why nothing could be written there; empty: it can. What lies there is left as it is."""
+    if file is None:
+        return []
+    if not file.name:
+        return [f"{flag} {str(file)!r}: names no file"]
+    folder = file.parent
+    try:
+        if not folder.is_dir():
+            return [f"{flag} {file}: no folder {str(folder)!r} to write it to"]
+        if file.is_dir():
+            return [f"{flag} {file}: is a folder"]
+        if not os.access(folder, os.W_OK) and not file.exists():
+            return [f"{flag} {file}: the folder cannot be written to"]
+        _open(file)
+    except OSError as error:  # a name that is too long, a file of another user, a full disk
+        return [f"{flag} {file}: cannot be written: {error.strerror or error}"]
+    except ValueError as error:  # a zero byte in the name
+        return [f"{flag} {str(file)!r}: {error}"]
+    return []
+
+
+def _open(file: Path) -> None:
+    """OSError where it cannot be opened for writing. A file that was not there is gone again."""
+    try:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        try:
+            os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            # Nobody reads that pipe yet: whoever writes will wait for one.
+            if error.errno != errno.ENXIO or not stat.S_ISFIFO(file.stat().st_mode):
+                raise
+    else:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,46 @@
+"""Whether a result could be written is known before it is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.output import unwritable
+
+
+def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    new, old, pipe = tmp_path / "new.json", tmp_path / "old.json", tmp_path / "pipe"
+    old.write_text("kept")
+    os.mkfifo(pipe)  # nobody reads it yet
+    for file in (None, new, old, pipe, Path("/dev/null")):
+        assert unwritable("--out", file) == []
+    assert not new.exists() and old.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none/a.json", "no folder"),
+        ("file/a.json", "no folder"),
+        ("folder", "is a folder"),
+        ("n" * 300 + ".json", "cannot be written: File name too long"),
+        ("loop/a.json", "no folder"),
+        ("dangling", "cannot be written: "),
+    ],
+)
+def test_what_cannot_be_written_is_named_with_its_flag(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none" / "a")
+    (problem,) = unwritable("--plot", tmp_path / name)
+    assert problem.startswith("--plot ") and said in problem
+
+
+def test_names_that_are_none() -> None:
+    assert unwritable("--out", Path("")) == ["--out '.': names no file"]
+    assert "null" in unwritable("--out", Path("a\0b"))[0]
