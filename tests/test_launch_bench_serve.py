@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -398,9 +399,11 @@ def test_with_json_nothing_else_is_on_stdout(peer: Peer, tmp_path: Path, command
     load = ("--requests=4", "--input-tokens=6", "--output-tokens=3", "--warmup=0")
     flags = ("--rates=40", "--ttft-limit=5000") if command == "sweep" else ()
     words = ["bench", command, "--json", peer.url, *load, *flags, f"--out={file}"]
+    before = signal.getsignal(signal.SIGINT)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads(file.read_text())
+    assert signal.getsignal(signal.SIGINT) is before, "a later Ctrl-C would be swallowed"
     assert f"written: {file}" in result.stderr
 
 

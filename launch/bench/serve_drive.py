@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -103,7 +104,13 @@ def _loop(work: Any) -> Any:
         import uvloop
     except ImportError:  # Windows
         return asyncio.run(work)
-    return uvloop.run(work)
+    if threading.current_thread() is not threading.main_thread():
+        return uvloop.run(work)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return uvloop.run(work)
+    finally:  # uvloop leaves a handler of its closed loop, which would swallow the next Ctrl-C
+        signal.signal(signal.SIGINT, before)
 
 
 class _Run:
