@@ -120,9 +120,10 @@ def test_attention_over_fp8(
         want = chances @ seen[:, :rank]
         off.append((got[row].double() - want).square().mean().sqrt())
         size.append(want.square().mean().sqrt())
-    # A value is off by 1 part in 27 on the average, those of a mean over positions cancel; scores
-    # are off as well. 7 % is what was seen at most; bf16 alone leaves some 0.5 %.
-    assert float(max(o / s for o, s in zip(off, size, strict=True))) < 0.1
+    # Values are off by some 3 %, which cancels in a mean over positions; scores are off as well,
+    # here where few positions have most of the weight. 6 to 9.6 % is what was seen of the worst
+    # row; bf16 alone leaves some 0.5 %.
+    assert float(max(o / s for o, s in zip(off, size, strict=True))) < 0.13
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
