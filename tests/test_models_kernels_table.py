@@ -91,32 +91,87 @@ def test_a_product_goes_to_who_won(h200: None) -> None:
     assert gemms.choices == ("fp8 gemm, dense 7168 x 2048, 4096 rows or fewer: deep_gemm won",)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "Expecting property name"),
-        ("[]", "format=None"),
-        ('{"format": "other"}', "format='other'"),
-        ('{"winners_table": 3}', "format=None"),
-        ('{"format": "moeserve kernel winners 1"}', "not whole: KeyError: 'winners'"),
-        (
-            '{"format": "moeserve kernel winners 1", "device": "H200", "winners": {"x": [{}]}}',
-            "not whole: KeyError: 'key'",
-        ),
-        (
-            '{"format": "moeserve kernel winners 1", "device": "H200", "winners": {"x": '
-            '[{"key": {"rows": "many"}, "name": "y", "seconds": {}}]}}',
-            "not whole: ValueError",
-        ),
-        ('{"format": "moeserve kernel winners 1", "device": "x", "winners": []}', "not whole"),
-    ],
-)
-def test_a_bad_file_is_named(h200: None, tmp_path: Path, text: str, said: str) -> None:
+GOOD = {
+    "format": "moeserve kernel winners 1",
+    "device": "H200",
+    "winners": {
+        "fp8_gemm": [
+            {
+                "key": {"rows": 1, "columns": 7168, "width": 2048},
+                "name": "deep_gemm",
+                "seconds": {"triton": 2e-6, "deep_gemm": 1e-6},
+            }
+        ]
+    },
+}
+
+
+def spoiled(*path: str | int, value: object) -> str:
+    """A good file with one value in it changed."""
+    held = json.loads(json.dumps(GOOD))
+    part = held
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    return json.dumps(held)
+
+
+ROW = ("winners", "fp8_gemm", 0)
+BAD_FILES = [
+    ("", "is empty"),
+    ("{", "Expecting property name"),
+    ("[" * 100_000, "brackets within brackets"),
+    ("[]", "format=None"),
+    ('{"format": "other"}', "format='other'"),
+    ('{"winners_table": 3}', "format=None"),
+    ('{"format": "moeserve kernel winners 1"}', "not whole: 'device' is missing"),
+    (spoiled("device", value=3), "device=3: must be the name of a GPU"),
+    (spoiled("device", value=" "), "device=' ': must be the name of a GPU"),
+    (spoiled("winners", value=[]), "winners=[]: must be an object"),
+    (spoiled("winners", "fp9", value=[]), "winners.fp9: must be one of mla_decode, "),
+    (spoiled("winners", "fp8_gemm", value=1), "winners.fp8_gemm=1: must be a list"),
+    (spoiled(*ROW, value=[]), "winners.fp8_gemm[0]=[]: must be an object"),
+    (spoiled(*ROW, value={}), "not whole: 'key' is missing"),
+    (spoiled(*ROW, "key", value={"rows": 1}), "key has rows: must be of ['rows', 'columns', "),
+    (spoiled(*ROW, "key", "rows", value="many"), "key.rows='many': must be a whole number"),
+    (spoiled(*ROW, "key", "rows", value=-1), "key.rows=-1"),
+    (spoiled(*ROW, "key", "rows", value=float("inf")), "key.rows=inf"),
+    (spoiled(*ROW, "seconds", value={}), "seconds has no time of 'triton'"),
+    (spoiled(*ROW, "name", value="other"), "seconds has no time of 'other'"),
+    (spoiled(*ROW, "name", value=[1]), "seconds has no time of [1]"),
+    (spoiled(*ROW, "seconds", "triton", value=0), "seconds.triton=0: must be seconds, above 0"),
+    (spoiled(*ROW, "seconds", "triton", value=True), "seconds.triton=True"),
+    (spoiled(*ROW, "seconds", "triton", value=float("nan")), "seconds.triton=nan"),
+    (spoiled(*ROW, "seconds", "triton", value=float("inf")), "seconds.triton=inf"),
+    (spoiled(*ROW, "seconds", "triton", value=10**400), "seconds.triton=1000"),
+    (spoiled(*ROW, "seconds", "triton", value="1"), "seconds.triton='1'"),
+]
+
+
+def test_a_good_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "good.json"
+    file.write_text(json.dumps(GOOD))
+    assert Winners.load(file).as_json() == GOOD
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_FILES)
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_bad_file_is_named(h200: None, tmp_path: Path, text: str, said: str, where: str) -> None:
+    """Without a GPU as with one."""
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(KernelTableError, match="bad.json") as caught:
-        create_kernels("triton", "cuda", file)
-    assert said in str(caught.value)
+        create_kernels("triton" if where == "cuda" else "torch", where, file)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_and_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(KernelTableError, match="Is a directory; beside that, a table"):
+        create_kernels("torch", "cpu", tmp_path)
+    file = tmp_path / "bad.json"
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(KernelTableError, match="bad.json: .*codec can't decode"):
+        create_kernels("torch", "cpu", file)
 
 
 def test_another_devices_table_is_refused(h200: None, tmp_path: Path) -> None:
@@ -129,8 +184,10 @@ def test_another_devices_table_is_refused(h200: None, tmp_path: Path) -> None:
 
 
 def test_kernels_of_cpus_have_no_table(tmp_path: Path) -> None:
-    with pytest.raises(KernelTableError, match="on GPUs"):
-        create_kernels("torch", "cpu", tmp_path / "x.json")
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(GOOD))
+    with pytest.raises(KernelTableError, match="x.json: a table of kernels is for .*, on GPUs"):
+        create_kernels("torch", "cpu", file)
 
 
 def test_in_deterministic_mode_there_is_none(tmp_path: Path) -> None:
@@ -151,5 +208,6 @@ def test_start_up_names_the_file(random_checkpoint: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         prepare(ServeConfig.load(None, given | {"schedule": schedule}), EPGroup.single())
     first, second = caught.value.problems
-    assert first == f"model.kernel_table={file}: a table of kernels is for triton kernels, on GPUs"
+    assert first.startswith(f"model.kernel_table={file}: format=None: must be ")
+    assert first.endswith("; beside that, a table of kernels is for triton kernels, on GPUs")
     assert "max_model_len=10000000" in second

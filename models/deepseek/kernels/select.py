@@ -46,7 +46,9 @@ def create_kernels(
     if name == "triton" or (name == "auto" and not on_cpu):
         return _triton(None if on_cpu else device, table, graphs)
     if table is not None:
-        raise KernelTableError(f"{table}: a table of kernels is for triton kernels, on GPUs")
+        raise KernelTableError(
+            f"{_table_fault(table)}a table of kernels is for triton kernels, on GPUs"
+        )
     if not on_cpu:
         raise KernelsUnavailable(f"kernels={name} runs on cpu, not on {device}; kernels=triton can")
     if name == "torch":
@@ -58,6 +60,17 @@ def create_kernels(
             raise
         first_line = str(error).splitlines()[0]
         return KernelChoice(_torch(), f"kernels: torch, slow (no native: {first_line})")
+
+
+def _table_fault(table: Path) -> str:
+    """What is wrong with the file itself comes first: on a GPU it would be refused as well."""
+    from models.deepseek.kernels.gpu.bench.winners import Winners, WinnersUnreadable
+
+    try:
+        Winners.load(table)
+    except WinnersUnreadable as error:
+        return f"{error}; beside that, "
+    return f"{table}: "
 
 
 def fitting(

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.deepseek.kernels.errors import KernelTableError
-from models.deepseek.kernels.gpu.bench.run import OURS, Row
+from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
+from models.deepseek.kernels.gpu.bench.sizes import V3
 from models.deepseek.kernels.gpu.choice import at_most
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -31,6 +34,7 @@ from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 
 FORMAT = "moeserve kernel winners 1"
 EXACT = ("heads", "fp8", "experts")  # what is another problem, not another size
+MOST_SECONDS = 3600.0  # of one run: what is more is no measurement
 
 
 class WinnersUnreadable(KernelTableError):
@@ -96,36 +100,83 @@ class Winners:
 
     @classmethod
     def load(cls, path: Path) -> Winners:
-        """WinnersUnreadable."""
+        """WinnersUnreadable, which names the file and what in it is wrong. It needs no device: a
+        file can be looked at where there is none."""
         try:
-            held = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise WinnersUnreadable(f"{path}: {error}") from None
+            text = path.read_text(encoding="utf-8")
+            held = json.loads(text)
+        except OSError as error:
+            raise WinnersUnreadable(f"{path}: {error.strerror or error}") from None
+        except RecursionError:
+            raise WinnersUnreadable(f"{path}: brackets within brackets without end") from None
+        except ValueError as error:
+            why = error if path.stat().st_size else "is empty"
+            raise WinnersUnreadable(f"{path}: {why}") from None
         held = held.get("winners_table", held) if isinstance(held, dict) else {}
         held = held if isinstance(held, dict) else {}
         if held.get("format") != FORMAT:
             raise WinnersUnreadable(
-                f"{path}: format={held.get('format')!r}: must be {FORMAT!r}, as `moeserve bench "
-                "kernels --device cuda --winners FILE` writes it"
+                f"{path}: format={held.get('format')!r:.60}: must be {FORMAT!r}, as `moeserve "
+                "bench kernels --device cuda --winners FILE` writes it"
             )
         try:
-            of = {
-                str(kernel): [
-                    Winner(
-                        {str(n): int(v) for n, v in w["key"].items()},
-                        str(w["name"]),
-                        {str(n): float(t) for n, t in w["seconds"].items()},
-                    )
-                    for w in all_
-                ]
-                for kernel, all_ in held["winners"].items()
-            }
-            return cls(str(held["device"]), of)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return cls(*_checked(held))
+        except KeyError as error:
             raise WinnersUnreadable(
-                f"{path}: not whole: {type(error).__name__}: {error}; each of `winners` has key, "
-                "name and seconds"
+                f"{path}: not whole: {error} is missing; each of `winners` has key, name and "
+                "seconds"
             ) from None
+        except (TypeError, ValueError) as error:
+            raise WinnersUnreadable(f"{path}: not whole: {error}") from None
+
+
+def _checked(held: Mapping[str, Any]) -> tuple[str, dict[str, list[Winner]]]:
+    """Device and winners by kernel. KeyError for what is missing; TypeError, ValueError name what
+    is wrong and where."""
+    device, tables = held["device"], _kind(held["winners"], dict, "winners")
+    if not isinstance(device, str) or not device.strip():
+        raise TypeError(f"device={device!r:.60}: must be the name of a GPU")
+    shapes = _shape_names()
+    of: dict[str, list[Winner]] = {}
+    for kernel, rows in tables.items():
+        if kernel not in shapes:
+            raise ValueError(f"winners.{kernel:.60}: must be one of {', '.join(shapes)}")
+        for number, row in enumerate(_kind(rows, list, f"winners.{kernel}")):
+            where = f"winners.{kernel}[{number}]"
+            of.setdefault(kernel, []).append(_winner(row, shapes[kernel], where))
+    return device, of
+
+
+def _winner(row: Any, shape: Sequence[str], where: str) -> Winner:
+    row = _kind(row, dict, where)
+    key = _kind(row["key"], dict, f"{where}.key")
+    seconds = _kind(row["seconds"], dict, f"{where}.seconds")
+    if set(key) != set(shape):
+        raise ValueError(f"{where}.key has {', '.join(key) or 'nothing'}: must be of {shape}")
+    for size, value in key.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{where}.key.{size}={value!r:.60}: must be a whole number")
+    for who, value in seconds.items():
+        # A whole number may be larger than any float.
+        if type(value) not in (int, float) or not 0 < value <= MOST_SECONDS:
+            raise ValueError(f"{where}.seconds.{who}={value!r:.60}: must be seconds, above 0")
+    name = row["name"]
+    for needed in (OURS, name):
+        if not isinstance(needed, str) or needed not in seconds:
+            raise ValueError(f"{where}.seconds has no time of {needed!r:.60}")
+    return Winner(dict(key), name, {who: float(value) for who, value in seconds.items()})
+
+
+def _kind(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind):
+        what = {dict: "an object", list: "a list"}[kind]
+        raise TypeError(f"{where}={value!r:.60}: must be {what}")
+    return value
+
+
+def _shape_names() -> dict[str, list[str]]:
+    """Of each kernel that is measured, what its shapes are told by. (No case is made for that.)"""
+    return {case.kernel: list(case.key) for case in all_cases(V3, torch.device("cpu"))}
 
 
 def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:
