@@ -40,6 +40,7 @@ from launch.bench.dispatch_tables import spread_names
 from launch.bench.dispatch_work import DTYPE, LeastBytes, Work, draw_picks, read_loads
 from launch.bench.ranks import open_place
 from launch.env import RankEnv
+from moeserve.device.choose import look, no_cuda, refused
 from moeserve.errors import ConfigError
 
 TRACES = Path(__file__).parent / "data" / "expert-load"
@@ -434,8 +435,11 @@ def test_more_memory_than_there_is_is_a_refusal(monkeypatch: pytest.MonkeyPatch)
 def test_too_few_gpus_are_told() -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    with pytest.raises(ConfigError, match="--device cuda: rank 0's machine has 0 GPUs for 1 rank"):
+    said = no_cuda(look())
+    assert said is not None
+    with pytest.raises(ConfigError) as caught:
         measured(device="cuda")
+    assert caught.value.problems == [f"--device cuda: {refused(said)}"]
 
 
 @pytest.mark.parametrize(

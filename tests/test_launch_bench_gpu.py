@@ -38,7 +38,9 @@ from models.deepseek.kernels.gpu.launches import uncovered
 from models.deepseek.kernels.gpu.registry import all_cases
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.random_weights import RandomWeights
+from moeserve.device import choose
 from moeserve.device.api import ReplayedApi
+from moeserve.device.choose import Cuda
 from moeserve.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -274,9 +276,11 @@ def test_an_unknown_kernel_is_refused() -> None:
 def test_the_command_needs_a_device(monkeypatch, tmp_path: Path) -> None:
     from launch.bench.app import bench_app
 
+    monkeypatch.setattr(choose, "look", lambda: Cuda("13.0", 0, "an old driver"))
     run = CliRunner()
     for flags, said in (
-        (["--device", "cuda"], "torch finds no CUDA device"),
+        (["--device", "cuda"], "--device cuda: torch finds no CUDA device (an old driver); moes"),
+        (["--device", "cuda"], "--compile-only needs none"),
         (["--device", "tpu"], "--device tpu"),
         (["--winners", "x.json"], "--winners: only with --device cuda"),
     ):
@@ -285,7 +289,7 @@ def test_the_command_needs_a_device(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_the_command_shows_and_saves(monkeypatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choose, "look", lambda: Cuda("13.0", 1))
     monkeypatch.setattr(kernels_gpu, "measure_kernels", lambda *_, **__: kernel_report())
     file = tmp_path / "winners.json"
     pytest.importorskip("triton")

@@ -12,11 +12,12 @@ import pytest
 
 from dispatch import deepep
 from dispatch.deepep_v2_limits import ELASTIC, EP
-from launch.doctor import libraries, local
+from launch.doctor import gpu, libraries, local
 from launch.doctor.backends import backend_checks
 from launch.doctor.check import Check, State, counts, exit_code, fails, missing, ok, warning
 from launch.doctor.checkpoint import ReadRate, checkpoint_checks, measure_read, rate_check
 from launch.doctor.command import SomethingFails, doctor
+from launch.doctor.device import device_check
 from launch.doctor.gpu import (
     Gpu,
     card_check,
@@ -42,6 +43,8 @@ from launch.doctor.network import choice_check, interfaces_check, name_check, va
 from launch.doctor.rdma import ibgda_absent, rdma_checks, read_ports
 from launch.doctor.screen import as_json, show_checks
 from launch.doctor.software import torch_check
+from moeserve.device import choose
+from moeserve.device.choose import Cuda, no_cuda
 from moeserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -464,7 +467,7 @@ def test_the_command_says_what_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = [ok("host", "a", "b"), fails("GPU", "driver", "1", "is too old", "update it")]
-    monkeypatch.setattr(local, "local_checks", lambda *_: bad)
+    monkeypatch.setattr(local, "local_checks", lambda *_, **__: bad)
     with pytest.raises(SomethingFails, match="1 check fails:\nGPU: driver: is too old") as caught:
         doctor(json=True)
     assert caught.value.exit_code == 1
@@ -474,7 +477,46 @@ def test_the_command_says_what_fails(
     assert "fails: driver: update it" in shown and "1 ok, 0 missing, 0 warning, 1 fails" in shown
     for arguments in ({"ranks": 0}, {"nodes": True}, {"nodes": True, "ranks": 1}):
         with pytest.raises(ConfigError, match="--(ranks|nodes)"):
-            doctor(**arguments)  # type: ignore[arg-type]
+            doctor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "ranks", "found", "why", "remedy"),
+    [
+        (Cuda(None, 0), 1, "torch for the CPU", "built without CUDA", "for CUDA"),
+        (Cuda("13.0", 0, "too old"), 1, "sees none", "no CUDA device (too old)", "nvidia-smi"),
+        (Cuda("13.0", 0, "Error 802: system not yet initialized"), 1, "none", "802", "fabricm"),
+        (Cuda("13.0", 2), 8, "sees 2", "8 ranks here and 2 CUDA devices", "at most 2 ranks"),
+        (Cuda("13.0", 8), 8, "sees 8", "", ""),
+    ],
+)
+def test_what_cuda_needs_and_is_missing(
+    cuda: Cuda, ranks: int, found: str, why: str, remedy: str
+) -> None:
+    """In the words in which every other command refuses."""
+    check = device_check(cuda, ranks)
+    assert found in check.found and why in check.reason and remedy in check.remedy
+    assert check.reason == (no_cuda(cuda, ranks) or "")
+    assert check.state is (State.FAILS if why else State.OK)
+
+
+def test_a_machine_is_asked_for_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_software", "_machine", "_network", "_rdma", "_libraries", "_backends"):
+        monkeypatch.setattr(local, name, lambda *_, name=name: [ok(name, "n", "f")])
+    monkeypatch.setattr(choose, "look", lambda: Cuda(None, 0))
+    monkeypatch.setattr(gpu, "run_smi", lambda *_: None)
+    found = {name: local.local_checks(None, 8, device=name) for name in ("auto", "cpu", "cuda")}
+    sections = {name: {c.section for c in checks} for name, checks in found.items()}
+    assert sections["auto"] - sections["cpu"] == {"GPU", "_rdma", "_libraries"}
+    assert sections["cuda"] - sections["auto"] == {"--device cuda"}
+    assert {name: exit_code(checks) for name, checks in found.items()} == {
+        "auto": 0, "cpu": 0, "cuda": 1,
+    }  # fmt: skip
+    bad = {(c.section, c.name) for c in found["cuda"] if c.state is State.FAILS}
+    assert {("GPU", "devices"), ("--device cuda", "devices")} <= bad
+    with pytest.raises(ConfigError, match="--device gpu: must be one of auto, cpu, cuda") as caught:
+        doctor(device="gpu", ranks=0)
+    assert len(caught.value.problems) == 2
 
 
 def test_this_machine_as_json() -> None:

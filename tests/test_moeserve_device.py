@@ -12,7 +12,7 @@ from ep.group import EPGroup
 from models.deepseek.config import DeepSeekConfig
 from moeserve import startup
 from moeserve.config import ServeConfig
-from moeserve.device.choose import Cuda, DeviceUnavailable, choose_device
+from moeserve.device.choose import Cuda, DeviceUnavailable, choose_device, look, no_cuda, refused
 from moeserve.device.ledger import SLACK_BYTES, MemoryLedger, workspace_bytes
 from moeserve.device.opening import decode_rows, graph_memory, in_fp8, open_ledger, plan_kv
 from moeserve.errors import ConfigError
@@ -38,9 +38,9 @@ def test_auto_takes_cuda_where_each_rank_has_one() -> None:
 @pytest.mark.parametrize(
     ("cuda", "said"),
     [
-        (Cuda(None, 0), "torch is built without CUDA; install torch for CUDA"),
-        (Cuda("13.0", 0, "the driver is too old"), "the driver is too old; use --device cpu"),
-        (Cuda("13.0", 0), "no CUDA device is seen"),
+        (Cuda(None, 0), "torch is built without CUDA; moeserve doctor --device cuda says what"),
+        (Cuda("13.0", 0, "an old driver"), r"finds no CUDA device \(an old driver\); moeserve"),
+        (Cuda("13.0", 0), "torch finds no CUDA device; moeserve doctor"),
         (Cuda("13.0", 2), "8 ranks here and 2 CUDA devices are seen, each rank has one; at most 2"),
     ],
 )
@@ -48,6 +48,24 @@ def test_a_device_that_is_asked_for_and_not_there_is_refused(cuda: Cuda, said: s
     with pytest.raises(DeviceUnavailable, match=said) as caught:
         choose_device("cuda", cuda, 0, 8)
     assert "--device cpu" in str(caught.value)
+    why = no_cuda(cuda, 8)
+    assert why is not None and str(caught.value) == refused(why)
+    assert no_cuda(EIGHT, 8) is None and no_cuda(EIGHT) is None
+
+
+def test_what_cuda_says_as_it_starts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nand more")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", broken)
+    why = no_cuda(look())
+    assert why == "torch finds no CUDA device (Error 802: system not yet initialized)"
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert no_cuda(look()) == "torch finds no CUDA device"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert no_cuda(look()) == "torch is built without CUDA"
 
 
 def settings(folder: Path, **sections: dict[str, Any]) -> ServeConfig:

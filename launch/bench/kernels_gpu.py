@@ -107,12 +107,12 @@ class GpuKernelBench:
 
         from models.deepseek.kernels.gpu.bench.sizes import V3
         from models.deepseek.kernels.gpu.language import HAVE_TRITON, HOW_TO_GET_IT
+        from moeserve.device.choose import look, no_cuda, refused
 
         found = [*problems, *no_such_kernel(V3, torch.device("cpu"), self.only)]
-        if not torch.cuda.is_available():
-            found.append(
-                "--device cuda: torch finds no CUDA device here; --compile-only needs none"
-            )
+        why = no_cuda(look())
+        if why is not None:
+            found.append(f"--device cuda: {refused(why, '--compile-only needs none')}")
         elif not HAVE_TRITON:
             found.append(f"--device cuda: {HOW_TO_GET_IT}")
         refuse(found)

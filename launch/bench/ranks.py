@@ -97,23 +97,17 @@ def open_place(env: RankEnv, group: EPGroup, device: str, sizes: Sequence[int]) 
 
 def _choose_device(env: RankEnv, group: EPGroup, asked: str) -> str:
     """The same on every rank."""
-    import torch
-
     from ep.group import gather_objects
+    from moeserve.device.choose import look, no_cuda, refused
 
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found: list[tuple[int, int]] = gather_objects(group, (here, env.local_size))
-    short = [(rank, *gpus) for rank, gpus in enumerate(found) if gpus[0] < gpus[1]]
+    found: list[str | None] = gather_objects(group, no_cuda(look(), env.local_size))
+    short = [(rank, why) for rank, why in enumerate(found) if why is not None]
     if asked == "auto":
         return "cpu" if short else "cuda"
     if asked == "cuda" and short:
-        rank, gpus, ranks = short[0]
-        raise ConfigError(
-            [
-                f"--device cuda: rank {rank}'s machine has {gpus} GPUs for {ranks} ranks, and NCCL "
-                "takes one rank a GPU; fewer ranks, or --device cpu"
-            ]
-        )
+        rank, why = short[0]
+        where = f"rank {rank}'s machine: " if group.size > 1 else ""
+        raise ConfigError([f"--device cuda: {where}{refused(why)}"])
     return asked
 
 

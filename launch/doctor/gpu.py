@@ -169,12 +169,13 @@ def card_check(topology: Topology) -> Check | None:
     )
 
 
-def gpu_checks(root: Path = Path("/")) -> Iterator[Check]:
-    """With nvidia-smi and torch. The first check says whether there is a GPU at all."""
+def gpu_checks(root: Path = Path("/"), needed: bool = False) -> Iterator[Check]:
+    """With nvidia-smi and torch. The first check says whether there is a GPU at all; needed: and
+    fails where there is none."""
     devices = sorted((root / "dev").glob("nvidia[0-9]*"))
     said = run_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     gpus = [] if said is None else parse_query(said)
-    yield from presence_checks(gpus, len(devices), said is not None, *torch_sees())
+    yield from presence_checks(gpus, len(devices), said is not None, *torch_sees(), needed)
     if not gpus:
         return
     yield from device_checks(gpus, torch_sees()[0])
@@ -193,10 +194,20 @@ def presence_checks(
     torch_cuda: str | None,
     torch_count: int,
     torch_reason: str,
+    needed: bool = False,
 ) -> Iterator[Check]:
     """torch_cuda: the CUDA release that torch was built for, None: none. torch_count: devices that
-    it can use."""
+    it can use. needed: as for `gpu_checks`."""
     if not gpus and not num_devices and not torch_count:
+        if needed:
+            yield fails(
+                SECTION,
+                "devices",
+                "-",
+                "no NVIDIA GPU here",
+                "run it where there is one; in a container: --gpus all",
+            )
+            return
         yield missing(
             SECTION,
             "devices",
@@ -219,7 +230,7 @@ def presence_checks(
         yield fails(
             SECTION,
             "torch and GPUs",
-            "torch was built without CUDA",
+            "torch is built without CUDA",
             "it cannot use the GPUs that are here",
             "install the CUDA build of the same torch release",
         )
@@ -309,26 +320,12 @@ def driver_problem(driver: str, cuda: str | None) -> str | None:
 def torch_sees() -> tuple[str | None, int, str]:
     """(CUDA release it was built for, devices that it can use, why none)."""
     try:
-        import torch
+        from moeserve.device.choose import look
 
-        if torch.version.cuda is None:
-            return None, 0, ""
-        if not torch.cuda.is_available():
-            return torch.version.cuda, 0, _why_none()
-        return torch.version.cuda, torch.cuda.device_count(), ""
+        cuda = look()
     except Exception as error:  # a broken installation may raise anything
         return None, 0, f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _why_none() -> str:
-    """What CUDA says as it is started, which `is_available` keeps to itself."""
-    import torch
-
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:  # of torch or of the driver
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ""
+    return cuda.built, cuda.count, cuda.trouble
 
 
 def run_smi(*arguments: str) -> str | None:

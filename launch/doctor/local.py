@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from launch.doctor.check import Check, fails
 from launch.doctor.compare import NodeReport
+from launch.doctor.device import SECTION as CUDA
+from launch.doctor.device import cuda_checks
 from launch.doctor.gpu import gpu_checks, run_smi, torch_sees
 
 if TYPE_CHECKING:
     from ep.group import EPGroup
 
 DEFAULT_RANKS = 8  # for which dispatchers are asked
+_OF_GPUS = ("GPU", "network cards", "libraries")
 
 
 def local_checks(
@@ -24,19 +27,27 @@ def local_checks(
     num_ranks: int,
     tell: Callable[[str], None] = lambda what: None,
     job: EPGroup | None = None,
+    device: str = "auto",
 ) -> list[Check]:
     """A part that breaks is itself a check that fails: the others still stand. job: the ranks that
-    this process is one of."""
-    has_gpu = bool(torch_sees()[1]) or any(Path("/dev").glob("nvidia[0-9]*"))
+    this process is one of. device: "cuda": what that needs fails where it is missing; "cpu": what
+    is for GPUs alone is not looked at."""
+    has_gpu = device != "cpu" and (bool(torch_sees()[1]) or any(Path("/dev").glob("nvidia[0-9]*")))
+    wants_gpu = has_gpu or device == "cuda"
     parts: dict[str, Callable[[], Iterable[Check]]] = {
         "software": lambda: _software(),
         "host": lambda: _machine(),
-        "GPU": lambda: gpu_checks(),
+        "GPU": lambda: gpu_checks(needed=device == "cuda"),
+        CUDA: lambda: cuda_checks(1 if job is None else job.ranks_per_node),
         "network": lambda: _network(),
         "network cards": lambda: _rdma(has_gpu),
-        "libraries": lambda: _libraries(has_gpu),
+        "libraries": lambda: _libraries(has_gpu, wants_gpu),
         "dispatchers": lambda: _backends(num_ranks, checkpoint, has_gpu, job),
     }
+    if device == "cpu":
+        parts = {name: part for name, part in parts.items() if name not in _OF_GPUS}
+    if device != "cuda":
+        del parts[CUDA]
     if checkpoint is not None:
         folder = checkpoint
         parts["checkpoint"] = lambda: _checkpoint(folder)
@@ -51,9 +62,9 @@ def local_checks(
     return found
 
 
-def node_report(checkpoint: Path | None, job: EPGroup) -> NodeReport:
+def node_report(checkpoint: Path | None, job: EPGroup, device: str = "auto") -> NodeReport:
     """What this node says, and what it is compared by."""
-    checks = local_checks(checkpoint, job.size, job=job)
+    checks = local_checks(checkpoint, job.size, job=job, device=device)
     return NodeReport(socket.gethostname(), checks, values(checkpoint))
 
 
@@ -111,10 +122,10 @@ def _rdma(has_gpu: bool) -> Iterator[Check]:
     return rdma_checks(has_gpu=has_gpu, environ=os.environ)
 
 
-def _libraries(has_gpu: bool) -> Iterator[Check]:
+def _libraries(has_gpu: bool, wants_gpu: bool) -> Iterator[Check]:
     from launch.doctor.libraries import library_checks, look
 
-    return library_checks(look(has_gpu), has_gpu)
+    return library_checks(look(has_gpu), wants_gpu)
 
 
 def _backends(

@@ -51,11 +51,12 @@ def look() -> Cuda:
     if built is None:
         return Cuda(None, 0)
     try:
-        if not torch.cuda.is_available():
-            return Cuda(built, 0, "torch finds no CUDA device (driver, CUDA_VISIBLE_DEVICES?)")
-        return Cuda(built, torch.cuda.device_count())
-    except Exception as error:  # whatever a broken driver raises
+        if torch.cuda.is_available():
+            return Cuda(built, torch.cuda.device_count())
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, which is_available does not
+    except Exception as error:  # whatever torch or a broken driver raises
         return Cuda(built, 0, str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return Cuda(built, 0)
 
 
 def choose_device(asked: str, cuda: Cuda, rank: int, ranks_here: int) -> DeviceChoice:
@@ -63,28 +64,31 @@ def choose_device(asked: str, cuda: Cuda, rank: int, ranks_here: int) -> DeviceC
     its own. DeviceUnavailable."""
     if asked == "cpu":
         return DeviceChoice(torch.device("cpu"), "device: cpu (asked for)")
-    why = _why_not(cuda, ranks_here)
+    why = no_cuda(cuda, ranks_here)
     if why is None:
         number = rank % ranks_here
         how = "asked for" if asked == "cuda" else "auto"
         return DeviceChoice(torch.device("cuda", number), f"device: cuda, one a rank ({how})")
     if asked == "cuda":
-        raise DeviceUnavailable(why)
+        raise DeviceUnavailable(refused(why))
     return DeviceChoice(torch.device("cpu"), f"device: cpu (auto: {why})")
 
 
-def _why_not(cuda: Cuda, ranks_here: int) -> str | None:
+def no_cuda(cuda: Cuda, ranks_here: int = 1) -> str | None:
+    """Why so many ranks of a machine cannot have a CUDA device each; None: they can."""
     if cuda.built is None:
-        return (
-            "torch is built without CUDA; install torch for CUDA (moeserve doctor says which the "
-            "driver can run), or use --device cpu"
-        )
+        return "torch is built without CUDA"
     if cuda.count == 0:
-        return f"{cuda.trouble or 'no CUDA device is seen'}; use --device cpu where there is none"
+        return "torch finds no CUDA device" + (f" ({cuda.trouble})" if cuda.trouble else "")
     if cuda.count < ranks_here:
         devices = "device is" if cuda.count == 1 else "devices are"
         return (
             f"{ranks_here} ranks here and {cuda.count} CUDA {devices} seen, each rank has one; at "
-            f"most {cuda.count} a machine, or use --device cpu"
+            f"most {cuda.count} a machine"
         )
     return None
+
+
+def refused(why: str, instead: str = "or use --device cpu") -> str:
+    """The words in which every command refuses `--device cuda`, for a reason of `no_cuda`."""
+    return f"{why}; moeserve doctor --device cuda says what is missing, {instead}"
