@@ -102,7 +102,10 @@ def serve(
     scheduler = Scheduler(cache, ScheduleLimits(rows, 512, chunk, LENGTH))
     speculator = None
     if drafts is not None:
-        section = {"model": {"checkpoint": BUNDLED}, "speculate": {"method": drafts}}
+        section: dict[str, dict[str, Any]] = {
+            "model": {"checkpoint": BUNDLED},
+            "speculate": {"method": drafts},
+        }
         planned = plan_speculation(ServeConfig.load(None, section), model.config, [])
         assert planned is not None
         speculator = open_speculator(planned, runner, scheduler, 0)
