@@ -237,7 +237,7 @@ class ServeConfig(Section):
         except ValidationError as error:
             problems += [_problem(cls, e) for e in error.errors()]
         else:
-            problems += _unused(config.rebalance)
+            problems += [*_unused(config.rebalance), *_unused_graphs(config.engine)]
             if config.model.kernel_table is not None and config.engine.deterministic:
                 problems.append(
                     f"model.kernel_table={str(config.model.kernel_table)!r}: not used while "
@@ -267,6 +267,19 @@ def _unused(section: RebalanceSection) -> list[str]:
             f"rebalance.robust={section.robust!r}: joins several windows; give rebalance.windows, "
             "at least 2"
         )
+    return problems
+
+
+def _unused_graphs(section: EngineSection) -> list[str]:
+    """Memory for captured steps where none is captured. (Of device auto: start-up knows.)"""
+    if section.graph_memory is None:
+        return []
+    said = f"engine.graph_memory={section.graph_memory}: not used while"
+    problems = []
+    if section.graphs == "off":
+        problems.append(f"{said} engine.graphs is off")
+    if section.device == "cpu":
+        problems.append(f"{said} engine.device is cpu: steps are captured on GPUs")
     return problems
 
 

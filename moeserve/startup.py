@@ -117,6 +117,11 @@ def _resolve(
             f"start it with --ep {group.size} or as many processes as --ep says"
         )
     device = _device(config, group, problems)
+    if device is not None and device.on_cpu and config.engine.graph_memory is not None:
+        problems.append(
+            f"engine.graph_memory={config.engine.graph_memory}: not used on a CPU: steps are "
+            "captured on GPUs"
+        )
     kernels = _kernels(config, device, problems)
     if model is None:  # nothing that depends on it can be said
         return None

@@ -118,3 +118,10 @@ def test_a_section_that_is_no_table_and_broken_files(tmp_path: Path) -> None:
             ServeConfig.load(toml, {})
     with pytest.raises(ConfigError, match="cannot be read"):
         ServeConfig.load(tmp_path / "none.toml", {})
+
+
+def test_memory_of_captured_steps_where_none_is_captured_is_an_error() -> None:
+    first, second = problems(engine={"graph_memory": "1GiB", "graphs": "off", "device": "cpu"})
+    assert first == f"engine.graph_memory={1 << 30}: not used while engine.graphs is off"
+    assert second.endswith("not used while engine.device is cpu: steps are captured on GPUs")
+    assert ServeConfig.load(None, {"engine": {"graph_memory": "1GiB"}}).engine.graph_memory

@@ -201,3 +201,9 @@ def test_what_a_built_engine_says_of_itself(
     stats = engine.stats()
     assert sum(stats.expert_load) == 0, "the warm-up was counted"
     engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")
+def test_memory_of_captured_steps_is_no_setting_of_a_cpu(random_checkpoint: Path) -> None:
+    (problem,) = problems(random_checkpoint, engine={"graph_memory": "1GiB"})
+    assert problem.startswith(f"engine.graph_memory={1 << 30}: not used on a CPU")

@@ -169,7 +169,7 @@ def _winner(row: Any, shape: Sequence[str], where: str) -> Winner:
 
 def _kind(value: Any, kind: type, where: str) -> Any:
     if not isinstance(value, kind):
-        what = {dict: "an object", list: "a list"}[kind]
+        what = "an object" if kind is dict else "a list"
         raise TypeError(f"{where}={value!r:.60}: must be {what}")
     return value
 
