@@ -39,6 +39,7 @@ from launch.capacity.values import Values
 AUTO = "auto"
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 WIRES = ("fp8", "model")
+CACHES = ("model", "fp8")
 MOST_GPUS = 1 << 14
 MOST_TOKENS = 1 << 24
 STEP_TOKENS = 16384  # what `--tokens auto` takes at most
@@ -64,7 +65,8 @@ class Typed:
     tokens: str | None = None
     drafts: str | None = None
     acceptance: str | None = None
-    kv_fp8: bool = False
+    kv_cache_dtype: str | None = None
+    kv_fp8: bool = False  # the same in short
     no_overlap: bool = False
     input_tokens: str | None = None
     output_tokens: str | None = None
@@ -243,7 +245,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         "tp": v.whole("--tp", typed.tp, 1, 1, 1024),
         "drafts": v.whole("--drafts", typed.drafts, 0, 0, 16),
         "acceptance": v.number("--acceptance", typed.acceptance, 0.85, 0, 1),
-        "kv_fp8": typed.kv_fp8,
+        "kv_fp8": _fp8_cache(v, typed),
         "wire_fp8": v.choice("--wire", typed.wire, "fp8", WIRES) == "fp8",
         "overlap": not typed.no_overlap,
         "sequences": _auto(v, "--sequences", typed.sequences, first.get("sequences"), 1),
@@ -358,6 +360,14 @@ def _workload(v: Values, typed: Typed, chosen: Preset | None, shape: ModelShape 
         v.whole("--output-tokens", typed.output_tokens, default.output_tokens, 1, MOST_TOKENS),
         v.number("--cached-share", typed.cached_share, 0.0, 0, 1),
     )
+
+
+def _fp8_cache(v: Values, typed: Typed) -> bool:
+    """Of --kv-cache-dtype, as `moeserve serve` has it, or of --kv-fp8, which is short for it."""
+    asked = v.choice("--kv-cache-dtype", typed.kv_cache_dtype, CACHES[typed.kv_fp8], CACHES)
+    if typed.kv_fp8 and asked != "fp8":
+        v.problems.append(f"--kv-fp8: means --kv-cache-dtype fp8, and {asked} is given; leave one")
+    return asked == "fp8"
 
 
 def _dispatch(v: Values, text: str | None, chosen: str | None) -> dict[str, str]:

@@ -90,8 +90,12 @@ def plan(
         bool,
         typer.Option("--no-overlap", help="Without two-batch overlap", rich_help_panel=LAYOUT),
     ] = False,
+    kv_cache_dtype: Annotated[
+        str | None, _flag(LAYOUT, _NAME, "How the KV cache holds values: model (BF16) or fp8")
+    ] = None,
     kv_fp8: Annotated[
-        bool, typer.Option("--kv-fp8", help="The cache in FP8", rich_help_panel=LAYOUT)
+        bool,
+        typer.Option("--kv-fp8", help="Short for --kv-cache-dtype fp8", rich_help_panel=LAYOUT),
     ] = False,
     sequences: Annotated[
         str | None,
@@ -227,6 +231,7 @@ def plan(
         "tp": tp,
         "groups": groups,
         "no_overlap": no_overlap,
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_fp8": kv_fp8,
         "sequences": sequences,
         "tokens": tokens,
