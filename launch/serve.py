@@ -34,11 +34,16 @@ def serve(given: Given, front_end: str | None, arguments: Sequence[str]) -> None
     ours = env is not None and env.supervisor is not None  # our launcher has looked at the port
     listens = needs_text and not ours and (env is None or env.rank == 0)
 
+    ranks_here = None if env is None else env.local_size
+    if ours or front_end is not None or (env is not None and env.front_end is not None):
+        ranks_here = 0  # our launcher has looked; whoever brought a front end hears it from a rank
+
     def read() -> ServeConfig:
         return given.resolve(
             needs_text=needs_text,
             more=port_problems if listens else no_problems,
             on_rank=env is not None,
+            ranks_here=ranks_here,
         )
 
     if env is not None:

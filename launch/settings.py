@@ -203,11 +203,14 @@ class Given:
         own: Sequence[str] = (),
         more: Callable[[ServeConfig], list[str]] = no_problems,
         on_rank: bool = False,
+        ranks_here: int | None = None,
     ) -> ServeConfig:
         """Defaults, then the TOML file, then flags. ConfigError lists every problem, those of the
         checkpoint's folder included. needs_text: the command wants a tokenizer. own: problems of
         the command's own flags, told first. more: finds those that only this command has.
-        on_rank: what needs all ranks to agree is left to them, who say it once."""
+        on_rank: what needs all ranks to agree is left to them, who say it once. ranks_here: on this
+        machine, each of which needs a device; None: all, 0: nobody computes here, or others look.
+        """
         from moeserve.config import ServeConfig
         from moeserve.folder import WANTED, folder_problems, read_model
         from moeserve.model_fit import given_placement, model_problems
@@ -221,6 +224,8 @@ class Given:
         except ConfigError as error:
             folder = self.checkpoint
             its = [] if folder is None else folder_problems(folder, needs_text=needs_text)
+            asked = flags.get("engine", {}).get("device")
+            its += device_problems(asked, 1 if ranks_here is None else ranks_here)
             raise ConfigError([*own, *error.problems, *its, *_between(flags)]) from None
         problems = [*own]
         problems += [
@@ -237,6 +242,8 @@ class Given:
             problems.append(f"model.checkpoint: not given; name {WANTED}")
         problems += _between(config.model_dump())
         problems += folder_problem(config.speculate.method)
+        ranks = config.parallel.ep if ranks_here is None else ranks_here
+        problems += device_problems(config.engine.device, ranks)
         problems += more(config)
         if not problems:
             model, _ = read_model(config.model.checkpoint)
@@ -248,6 +255,17 @@ class Given:
         if problems:
             raise ConfigError(problems)
         return config
+
+
+def device_problems(asked: object, ranks_here: int) -> list[str]:
+    """Of CUDA devices that are asked for and not here: before anybody listens or waits for others.
+    Only who asks for them waits for torch."""
+    if asked != "cuda" or not ranks_here:
+        return []
+    from moeserve.device.choose import look, no_cuda, refused
+
+    why = no_cuda(look(), ranks_here)
+    return [] if why is None else [f"engine.device='cuda': {refused(why)}"]
 
 
 def _between(values: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -218,6 +218,33 @@ def test_an_empty_host_is_not_every_address(folder):
     assert found == "server.host='': must not be empty"
 
 
+def test_a_device_that_is_not_here_comes_with_all_others(tmp_path, folder, monkeypatch):
+    from moeserve.device import choose
+
+    monkeypatch.setattr(choose, "look", lambda: choose.Cuda("13.0", 1))
+    cuda = {"engine": {"device": "cuda"}}
+    absent = tmp_path / "absent"
+
+    def found(checkpoint, ranks_here=None, **sections):
+        try:
+            Given(checkpoint, None, cuda | sections, SERVING).resolve(ranks_here=ranks_here)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    assert found(folder) == []
+    two = {"parallel": {"ep": "2"}}
+    said = "engine.device='cuda': 2 ranks here and 1 CUDA device is seen"
+    (only,) = found(folder, **two)
+    assert only.startswith(said) and found(folder, 0, **two) == found(folder, 1, **two) == []
+    gone, device = found(absent, **two)
+    assert "no such folder" in gone and device.startswith(said)
+    monkeypatch.setattr(choose, "look", lambda: choose.Cuda(None, 0))
+    every = found(absent, schedule={"token_budget": "none"})
+    assert len(every) == 3 and any("built without CUDA" in problem for problem in every)
+    assert len(found(absent, 0)) == 1
+
+
 def test_checkpoint_without_config_json(tmp_path):
     assert any("holds no config.json" in line for line in problems(tmp_path))
     assert any("not given" in line for line in problems(None))

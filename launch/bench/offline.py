@@ -92,7 +92,8 @@ class Bench:
         if self.trace is not None:
             problems += file_problems("--trace", self.trace)
         problems += unwritable("--out", self.out)
-        config = given.resolve(own=problems, on_rank=env is not None)
+        here = None if env is None else env.local_size
+        config = given.resolve(own=problems, on_rank=env is not None, ranks_here=here)
         self._check_lengths(config)
         if env is None and config.parallel.ep > 1:
             from launch.job import run_job

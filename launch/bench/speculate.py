@@ -46,7 +46,10 @@ class SpeculateBench:
         asked = self.flags.check(problems)
         try:
             config = _with_method(given, asked).resolve(
-                needs_text=True, own=problems, on_rank=env is not None
+                needs_text=True,
+                own=problems,
+                on_rank=env is not None,
+                ranks_here=None if env is None else env.local_size,
             )
             assert asked is not None, "resolve raises where there are problems"
             _check(config, asked)

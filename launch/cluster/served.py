@@ -62,7 +62,7 @@ def check_served(words: Sequence[str], num_ranks: int, problems: list[str]) -> S
             flags.setdefault("parallel", {})["ep"] = str(num_ranks)
     whole = Given(given.checkpoint, given.config, flags, given.sections)
     try:
-        config = whole.resolve(needs_text=True)
+        config = whole.resolve(needs_text=True, ranks_here=0)
     except ConfigError as error:
         problems += [_as_typed(given, p) for p in error.problems]
         return None
