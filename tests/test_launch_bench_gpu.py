@@ -235,9 +235,9 @@ def test_a_prediction_grows_with_the_load() -> None:
 
 
 def kernel_report() -> KernelReport:
-    key = {"rows": 1}
+    key, whole = {"rows": 1}, {"rows": 1, "context": 1024, "heads": 128, "fp8": 0}
     rows = [
-        Row("mla_decode", "1 x 1K", key, "memory", 8e-6, 32_000_000, 10**9, 9e-6, 20, True, "",
+        Row("mla_decode", "1 x 1K", whole, "memory", 8e-6, 32_000_000, 10**9, 9e-6, 20, True, "",
             {"flash_mla": 8.5e-6, "bad [x]": 1e-6}, {"flash_mla": 0.001, "bad [x]": 2.0},
             {"flashinfer": "not installed"}),
         Row("fp8_gemm", "o", key, "compute", 7e-6, 10**6, 10**10, 10e-6, 20, False, "not captured"),
