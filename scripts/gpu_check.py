@@ -1,6 +1,6 @@
 """`make gpu-check`: the kernels checked on a GPU, then timed, then the whole engine, as tables.
 
-    python scripts/gpu_check.py [--json FILE] [--only checks,kernels,engine] [--walk]
+    python3 scripts/gpu_check.py [--json FILE] [--only checks,kernels,engine]
 
 Under eight minutes on one H200, from the root of the repository, nothing installed, nothing
 downloaded, no checkpoint. Three parts, each in processes of its own, so that a kernel that breaks
@@ -8,27 +8,28 @@ the device's context breaks no other part:
 
     checks   the tests that carry the marker `gpu`, several files at a time
     kernels  times by events at DeepSeek-V3's shapes beside limits measured here, torch, and
-             DeepGEMM, FlashMLA, FlashInfer where they are installed (launch/bench/kernels_gpu.py)
+             DeepGEMM, FlashMLA, FlashInfer where they are installed
     engine   a model of DeepSeek-V3's dimensions with few layers and random FP8 weights made on the
              device, EP 1: tokens/s, a step by kernel, idle share, predicted beside measured
-             (launch/bench/engine_gpu.py)
 
-Honest by construction: exit code 0 checks ran and all that ran passed, and what was asked for was
-measured; 1 a check failed, a kernel or the engine raised, or time ran out; 2 nothing was checked
-(no GPU, something missing, or no check among what was asked for). A time is never a failure.
+Exit codes: 0 checks ran and all that ran passed, and what was asked for was measured; 1 a check
+failed, a kernel or the engine raised, or time ran out; 2 nothing was checked: no GPU, something
+missing, no check among what was asked for, or wrong arguments (each is named). A time is never a
+failure. (`make` ends with 2 for any of them but 0.)
 
-What must be there: torch for CUDA (2.11 or later) with its triton (3.6 or later), Python 3.11 or
-later, and the packages of CARRIED. To a machine without a network bring what it lacks (the first
-line of a run there says what that is) in a folder `carried` in the root, made elsewhere for that
-machine's Python, 3.12 say:
+What to carry to a machine without a network: this repository, and in its root a folder `carried`.
+The machine itself has torch 2.11 or later for CUDA with its triton (3.6 or later) and Python 3.11
+or later. For one with Python 3.12, on a machine with a network (of any system, torch not needed):
 
     pip install --target carried --python-version 3.12 --only-binary=:all: --no-deps \\
-        --platform manylinux2014_x86_64 PACKAGES     (all that may be wanted: --list)
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \\
+        $(python3 scripts/gpu_check.py --list)
 
-Processes of the tests look there before they look among the machine's own packages: bring nothing
-that it has.
---walk: every part with tiny shapes on CPUs, kernels in triton's interpreter: it measures nothing
-and checks nothing (exit code 2), and shows that the script itself runs.
+These are 24 packages, 260 MB. The tests look in `carried` before they look among the machine's own
+packages: leave out what it has. The first lines of a run there name what is missing, and why.
+
+--walk: kernels and engine with tiny shapes on CPUs, kernels in triton's interpreter: it measures
+nothing and checks nothing (exit code 2), and shows that the script itself runs.
 """
 
 from __future__ import annotations
@@ -61,25 +62,6 @@ MEASURING = 0.7
 FILES_AT_ONCE = 4
 FORMAT = "moeserve gpu-check 1"
 CARRY = "carried"  # folder in the root
-# Module: the packages that bring it. Without the first ones nothing runs, without the others the
-# checks that want them fail.
-NEEDED = {
-    "numpy": "numpy",
-    "msgspec": "msgspec",
-    "psutil": "psutil",
-    "zmq": "pyzmq",
-    "rich": "rich markdown-it-py mdurl pygments",
-    "pytest": "pytest pluggy iniconfig packaging",
-}
-WANTED = {
-    "pytest_timeout": "pytest-timeout",
-    "pydantic": "pydantic pydantic-core annotated-types typing-inspection typing-extensions",
-    "typer": "typer click shellingham",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "scipy": "scipy",
-}
-CARRIED = NEEDED | WANTED
 
 
 @dataclass
@@ -94,49 +76,73 @@ class Part:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    asked = parse(arguments)
     add_carried()
+    from launch.bench import gpu_needs as needs
+
+    asked = parse(arguments)
     if asked.list:
-        print(" ".join(CARRIED.values()))
-        return NOTHING_CHECKED
+        print(needs.pinned())
+        own = " and ".join(needs.GIVEN.values())
+        print(f"The machine itself has {own}. The rest, for Python 3.12:", file=sys.stderr)
+        print(needs.how_to_carry("$(python3 scripts/gpu_check.py --list)"), file=sys.stderr)
+        return PASSED
     if asked.part:
         return run_part(asked)
     files = files_with_checks(HOME / "tests")
+    missing = needs.broken([*needs.GIVEN, *needs.NEEDED, *needs.WANTED])
+    if "torch" in missing or (asked.walk and not missing.keys().isdisjoint(needs.NEEDED)):
+        return nothing_for_want_of(missing, "no device was looked for")
     if asked.walk:
         return run_all(asked, "no GPU: a walk", files)
     device = describe_device()
     if device is None:
         print(f"no GPU found: nothing was checked ({why_no_device()})", file=sys.stderr)
         print(f"on a GPU this runs {describe(files)}", file=sys.stderr)
+        print("what to bring to a machine that has one: --list, --help", file=sys.stderr)
         return NOTHING_CHECKED
-    missing = [name for name in CARRIED if importlib.util.find_spec(name) is None]
+    if not missing.keys().isdisjoint({**needs.GIVEN, **needs.NEEDED}):
+        return nothing_for_want_of(missing, device)
     if missing:
-        packages = " ".join(CARRIED[name] for name in missing)
-        print(f"missing: {', '.join(missing)}; bring along {packages}", file=sys.stderr)
-        if not NEEDED.keys().isdisjoint(missing):
-            print(f"{device}: nothing was checked", file=sys.stderr)
-            return NOTHING_CHECKED
+        print("\n".join(needs.lines(missing)), file=sys.stderr)
     if not files and "checks" in asked.only:
         print(f"{device}: nothing was checked: {describe(files)}", file=sys.stderr)
         return NOTHING_CHECKED
     return run_all(asked, device, files)
 
 
+def nothing_for_want_of(missing: dict[str, str], device: str) -> int:
+    from launch.bench.gpu_needs import lines
+
+    print("\n".join(lines(missing)), file=sys.stderr)
+    print(f"{device}: nothing was checked; all that may be wanted: --list", file=sys.stderr)
+    return NOTHING_CHECKED
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
+    from launch.output import unwritable
+
+    parser = argparse.ArgumentParser(
+        prog="gpu-check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="All figures as one JSON file")
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="Of the parts")
     parser.add_argument("--walk", action="store_true", help="Tiny shapes on CPUs")
-    parser.add_argument("--list", action="store_true", help="Packages that must be there")
+    parser.add_argument(
+        "--list", action="store_true", help="Packages to bring along, with their versions"
+    )
     parser.add_argument("--part", choices=PARTS[1:], help=argparse.SUPPRESS)  # in a child
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--limits", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args(list(arguments))
-    asked.only = [name.strip() for name in asked.only.split(",")]
-    unknown = [name for name in asked.only if name not in PARTS]
-    if unknown:
-        parser.error(f"--only: {', '.join(unknown)}: must be among {', '.join(PARTS)}")
+    given = asked.only
+    asked.only = [name.strip() for name in given.split(",")]
+    if any(name not in PARTS for name in asked.only):
+        parser.error(f"--only {given!r}: must be one or more of {', '.join(PARTS)}, with commas")
+    for problem in unwritable("--json", asked.json):
+        parser.error(problem)
     return asked
 
 
@@ -337,83 +343,15 @@ def run_part(asked: argparse.Namespace) -> int:
     """In a child: measure, show, write. Exit code 1 where something raised."""
     import torch
 
+    from launch.bench.gpu_parts import run_engine, run_kernels
+
     device = torch.device("cpu" if asked.walk else "cuda")
-    run = run_kernels if asked.part == "kernels" else run_engine
-    lines, held, failed = run(device, asked)
+    if asked.part == "kernels":
+        lines, held, failed = run_kernels(device, asked.walk, asked.budget)
+    else:
+        lines, held, failed = run_engine(device, asked.walk, asked.budget, asked.limits)
     asked.out.write_text(json.dumps({"lines": lines, **held}, default=str))
     return FAILED if failed else PASSED
-
-
-def run_kernels(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
-    from launch.bench.kernels_gpu import measure_kernels, show, summary
-    from launch.bench.steps import StepProgress
-    from models.deepseek.kernels.gpu.bench.clock import make_clock
-    from models.deepseek.kernels.gpu.bench.limits import measure_limits
-    from models.deepseek.kernels.gpu.bench.sizes import TINY, V3
-
-    clock = make_clock(device)
-    sizes = {"copy_bytes": 1 << 20, "side": 64} if asked.walk else {}
-    limits = measure_limits(clock, device, **sizes)
-    progress = StepProgress(True, unit=" shapes")
-    try:
-        report = measure_kernels(
-            device, TINY if asked.walk else V3, asked.budget, clock=clock, limits=limits,
-            progress=progress,
-        )  # fmt: skip
-    finally:
-        progress.close()
-    show(report)
-    return summary(report), report.as_json(), bool(report.measured.failed)
-
-
-def run_engine(device: Any, asked: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
-    from launch.bench.engine_gpu import cut_config, measure_engine, tiny_config
-    from launch.bench.engine_gpu_show import lines, show_engine
-    from launch.bench.engine_gpu_steps import EngineSizes
-    from launch.bench.kernels_gpu import device_name
-    from launch.bench.steps import StepProgress
-    from models.deepseek.kernels.gpu.bench.clock import make_clock
-    from models.deepseek.kernels.gpu.bench.limits import Limits, measure_limits
-    from models.deepseek.kernels.select import create_kernels
-
-    if asked.limits is not None:
-        limits = Limits(**json.loads(asked.limits.read_text())["limits"])
-    elif asked.walk:
-        limits = Limits(1e10, 1e10, 1e10, "none", 1e-6)
-    else:
-        limits = measure_limits(make_clock(device), device)
-    if asked.walk:
-        from moeserve.device.api import ReplayedApi
-
-        config, sizes, graphs = tiny_config(), EngineSizes.tiny(), ReplayedApi
-        kernels = create_kernels("torch").kernels
-    else:
-        config, sizes, graphs = cut_config(layers_that_fit(device)), EngineSizes(), None
-        kernels = create_kernels("triton", device).kernels
-    progress = StepProgress(True, stages=True)
-    try:
-        report = measure_engine(
-            config, kernels, device, limits, sizes, 60.0 if asked.walk else asked.budget,
-            graphs=graphs, progress=progress,
-        )  # fmt: skip
-    finally:
-        progress.close()
-    show_engine(report, device_name(device), config.num_hidden_layers)
-    held = {
-        "rows": [row.as_json() for row in report.rows],
-        "layers": config.num_hidden_layers,
-        "notes": report.notes,
-        "not_measured": report.left,
-    }
-    return lines(report), held, bool(report.failed)
-
-
-def layers_that_fit(device: Any, layer: int = 12 << 30, beside: int = 20 << 30) -> int:
-    """One dense layer and up to four with experts, by the memory that is free; one at least."""
-    import torch
-
-    free = torch.cuda.mem_get_info(device)[0]
-    return 1 + max(1, min(4, (free - beside) // layer))
 
 
 # -- where it runs -------------------------------------------------------------------------------

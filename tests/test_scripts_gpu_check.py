@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from launch.bench import gpu_needs
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 MARKED = (
@@ -46,7 +50,10 @@ def test_without_a_gpu_one_line_says_so(check, monkeypatch, capsys):
     assert check.main() == check.NOTHING_CHECKED == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("no GPU found: nothing was checked (torch ")
-    assert err.splitlines()[1] == "on a GPU this runs the checks in tests/test_a.py"
+    assert err.splitlines()[1:] == [
+        "on a GPU this runs the checks in tests/test_a.py",
+        "what to bring to a machine that has one: --list, --help",
+    ]
 
 
 def test_a_gpu_but_no_check(check, capsys):
@@ -88,16 +95,100 @@ def test_checks_that_all_skip_check_nothing(check, capsys):
     assert "1 checks; 0 ran, 0 failed, 1 not run." in capsys.readouterr().out
 
 
-def test_what_is_missing_is_one_line(check, monkeypatch, capsys):
+def test_what_is_missing_is_named_with_what_brings_it(check, monkeypatch, capsys):
     add_check(check, "True")
-    monkeypatch.setattr(check, "NEEDED", {"no_such_module": "no-such-package other"})
-    monkeypatch.setattr(check, "CARRIED", check.NEEDED)
+    monkeypatch.setattr(gpu_needs, "NEEDED", {"no_such_module": "rich mdurl"})
     assert check.main() == check.NOTHING_CHECKED
-    err = capsys.readouterr().err
-    assert err.startswith("missing: no_such_module; bring along no-such-package other\n")
+    assert capsys.readouterr().err.splitlines() == [
+        "missing: no_such_module",
+        "  no_such_module: No module named 'no_such_module'",
+        "bring along, in a folder carried in the root: " + gpu_needs.pinned(["rich", "mdurl"]),
+        "some GPU: nothing was checked; all that may be wanted: --list",
+    ]
+
+
+def test_a_module_that_lacks_what_it_needs_itself_is_missing(monkeypatch, tmp_path):
+    (tmp_path / "half_there.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.util.find_spec("half_there") is not None
+    assert gpu_needs.broken(["json", "half_there"]) == {
+        "half_there": "No module named 'not_there_at_all'"
+    }
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script with a Python that has no package at all."""
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(SCRIPT), *arguments],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_without_torch_it_says_so_and_ends_with_2():
+    for arguments in ((), ("--walk",)):
+        done = bare(*arguments)
+        assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+        first, *_, last = done.stderr.splitlines()
+        assert first.startswith("missing: torch, triton, numpy, ")
+        assert "the machine itself must have torch (2.11 or later, for CUDA) and" in done.stderr
+        assert last == (
+            "no device was looked for: nothing was checked; all that may be wanted: --list"
+        )
+
+
+def test_the_list_needs_nothing_and_is_for_pip():
+    done = bare("--list")
+    assert done.returncode == 0 and done.stdout == gpu_needs.pinned() + "\n"
+    assert all("==" in word for word in done.stdout.split())
+    assert "pip install --target carried --python-version 3.12" in done.stderr
+
+
+def test_what_is_listed_is_all_that_it_needs_itself():
+    """As the installed packages tell their needs; torch's are the machine's own."""
+    from packaging.requirements import Requirement
+
+    named = {p for text in (gpu_needs.NEEDED | gpu_needs.WANTED).values() for p in text.split()}
+    assert named == set(gpu_needs.PINS)
+    here = {"python_version": "3.12", "platform_system": "Linux", "sys_platform": "linux"}
+    for package in gpu_needs.PINS:
+        for text in importlib.metadata.requires(package) or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({**here, "extra": ""}):
+                known = gpu_needs.PINS.keys() | gpu_needs.NOT_WANTED
+                assert wanted.name.lower().replace("_", "-") in known, (package, text)
+
+
+def test_the_help_says_what_to_carry_and_how_it_ends():
+    said = bare("--help").stdout
+    for text in (
+        gpu_needs.how_to_carry("$(python3 scripts/gpu_check.py --list)").splitlines()[0],
+        "torch 2.11 or later", "3.6 or later", "Python 3.12", "a folder `carried`",
+        f"These are {len(gpu_needs.PINS)} packages", "Exit codes: 0 ", "Under eight minutes",
+    ):  # fmt: skip
+        assert text in said, text
+    for line in gpu_needs.how_to_carry("$(python3 scripts/gpu_check.py --list)").splitlines():
+        assert line.strip() in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", ""], "--only '': must be one or more of checks, kernels, engine"),
+        (["--only", "check"], "--only 'check': must be one or more of"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: no folder '/nowhere'"),
+        (["--json", "/"], "--json '/': names no file"),
+    ],
+)
+def test_wrong_arguments_are_named_before_any_work(check, monkeypatch, capsys, arguments, said):
+    add_check(check, "True")
+    monkeypatch.setattr(check, "run_all", lambda *_: pytest.fail("ran"))
+    with pytest.raises(SystemExit) as end:
+        check.main(arguments)
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_what_was_carried_along_is_found_behind_all_else(check):
+    assert check.CARRY == gpu_needs.FOLDER
     (check.HOME / check.CARRY).mkdir()
     check.add_carried()
     assert sys.path[-1] == str(check.HOME / check.CARRY)
