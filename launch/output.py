@@ -19,14 +19,14 @@ def unwritable(flag: str, file: Path | None) -> list[str]:
     folder = file.parent
     try:
         if not folder.is_dir():
-            return [f"{flag} {file}: no folder {str(folder)!r} to write it to"]
+            return [f"{flag} {str(file)!r}: no such folder: {str(folder)!r}"]
         if file.is_dir():
-            return [f"{flag} {file}: is a folder"]
+            return [f"{flag} {str(file)!r}: is a folder"]
         if not os.access(folder, os.W_OK) and not file.exists():
-            return [f"{flag} {file}: the folder cannot be written to"]
+            return [f"{flag} {str(file)!r}: the folder cannot be written to"]
         _open(file)
     except OSError as error:  # a name that is too long, a file of another user, a full disk
-        return [f"{flag} {file}: cannot be written: {error.strerror or error}"]
+        return [f"{flag} {str(file)!r}: cannot be written: {error.strerror or error}"]
     except ValueError as error:  # a zero byte in the name
         return [f"{flag} {str(file)!r}: {error}"]
     return []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.experts.http import ExpertsHttp
+from launch.output import unwritable
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted
 
@@ -103,13 +104,7 @@ def file_problems(option: str, path: Path) -> list[str]:
     problems = []
     if path.suffix != ".json":
         problems.append(f"{option} {str(path)!r}: must end in .json")
-    folder = path.parent
-    if not folder.is_dir():
-        problems.append(f"{option} {str(path)!r}: no such folder: {str(folder)!r}")
-    elif not os.access(folder, os.W_OK):
-        problems.append(f"{option} {str(path)!r}: the folder cannot be written to")
-    elif path.is_dir():
-        problems.append(f"{option} {str(path)!r}: is a folder")
+    problems += unwritable(option, path)
     return problems
 
 

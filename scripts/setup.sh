@@ -14,6 +14,13 @@ apt() {
   apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+# Through a link it would be another checkout's: installing there makes that one run this code.
+if [ -L "$venv" ]; then
+  say "$venv is a symbolic link (to $(readlink "$venv")): what is installed there would change"
+  say "the checkout that it belongs to; remove the link, then run this again"
+  exit 1
+fi
+
 if ! command -v "$python" >/dev/null; then
   if [ "$python" = python3 ] && can_apt; then apt python3 python3-venv; else
     say "no $python here; install Python 3.11 or newer, or run: make PYTHON=/path/to/python3"

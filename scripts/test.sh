@@ -2,7 +2,8 @@
 # Run the tests with the pytest in $1 (a folder of programs); further arguments go to pytest, which
 # then runs once. Without any, two runs go side by side, since most tests keep one core busy: the
 # tests that start ranks, and all others; after the latter, those of the GPU kernels in triton's
-# interpreter, which needs a process of its own. Their closing lines are added up in the last line.
+# interpreter, which needs a process of its own. Their closing lines come once more at the end, each
+# with its name, and added up in the last line.
 # One thread a process: the suite runs many processes, and their figures are not what is tested.
 set -euo pipefail
 bin=${1:?usage: test.sh BIN [pytest arguments]}
@@ -30,7 +31,11 @@ tail -n +1 -f --pid="$ranks" "$logs/ranks"
 wait "$ranks" || status=$?
 ranks=
 
-# "3 failed, 2961 passed, 3 skipped in 804.00s" of all three, added up.
+# "3 failed, 2961 passed, 3 skipped in 804.00s" of each, under its name, then all added up.
+echo
+for run in others:"tests without ranks" kernels:"GPU kernels, interpreted" ranks:"tests with ranks"; do
+  printf '%s: %s\n' "${run#*:}" "$(tail -n 1 "$logs/${run%%:*}" | tr -d '=' | sed 's/^ *//; s/ *$//')"
+done
 tail -qn 1 "$logs/others" "$logs/kernels" "$logs/ranks" | awk -v seconds=$((SECONDS - began)) '
   { gsub("=", ""); sub(/ in [0-9.]+s.*/, ""); n = split($0, parts, ", ")
     for (i = 1; i <= n; i++) { split(parts[i], word, " "); sum[word[2]] += word[1] } }

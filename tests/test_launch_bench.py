@@ -41,7 +41,7 @@ def test_a_result_that_cannot_be_written_is_named_before_anything_is_measured(
         ["bench", "sweep", "http://127.0.0.1:1", "--plot=/nowhere/a.png"],
     ):
         error = CliRunner().invoke(app, words).exception
-        assert isinstance(error, ConfigError) and "no folder '/nowhere'" in str(error), error
+        assert isinstance(error, ConfigError) and "no such folder: '/nowhere'" in str(error), error
     error = CliRunner().invoke(app, ["bench", "serve", "x", f"--out={tmp_path}"]).exception
     assert isinstance(error, ConfigError) and "is a folder" in str(error)
 

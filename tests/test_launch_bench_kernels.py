@@ -84,6 +84,6 @@ def test_a_flag_that_does_nothing_here_is_an_error(words: tuple[str, ...], said:
 def test_all_that_is_wrong_is_told_without_a_gpu(tmp_path: Path) -> None:
     """A name that is in no kernel's, a file that cannot be written, and then the missing device."""
     found = refused("--device", "cuda", "--only", "nosuch", "--winners", str(tmp_path))
-    assert found[0] == f"--winners {tmp_path}: is a folder"
+    assert found[0] == f"--winners {str(tmp_path)!r}: is a folder"
     assert found[1].startswith("--only 'nosuch': in no kernel's name: mla_decode, ")
     assert found[2].startswith("--device cuda: ") and len(found) == 3

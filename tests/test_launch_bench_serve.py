@@ -319,8 +319,8 @@ def test_a_warm_up_that_fails_altogether_ends_it(peer: Peer, tmp_path: Path) -> 
         (("--extra-body=[]",), "--extra-body"),
         (("--speed=2",), "--trace"),
         (("--rate=0",), "--rate 0"),
-        (("--html=nowhere/at/all.html",), "no folder 'nowhere/at'"),
-        (("--out=/nowhere/all.json",), "no folder '/nowhere'"),
+        (("--html=nowhere/at/all.html",), "no such folder: 'nowhere/at'"),
+        (("--out=/nowhere/all.json",), "no such folder: '/nowhere'"),
     ],
 )
 def test_wrong_flags_are_named_before_anything_is_sent(

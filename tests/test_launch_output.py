@@ -22,11 +22,11 @@ def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none/a.json", "no folder"),
-        ("file/a.json", "no folder"),
+        ("none/a.json", "no such folder"),
+        ("file/a.json", "no such folder"),
         ("folder", "is a folder"),
         ("n" * 300 + ".json", "cannot be written: File name too long"),
-        ("loop/a.json", "no folder"),
+        ("loop/a.json", "no such folder"),
         ("dangling", "cannot be written: "),
     ],
 )

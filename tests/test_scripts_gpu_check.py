@@ -175,7 +175,7 @@ def test_the_help_says_what_to_carry_and_how_it_ends():
     [
         (["--only", ""], "--only '': must be one or more of checks, kernels, engine"),
         (["--only", "check"], "--only 'check': must be one or more of"),
-        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: no folder '/nowhere'"),
+        (["--json", "/nowhere/a.json"], "--json '/nowhere/a.json': no such folder"),
         (["--json", "/"], "--json '/': names no file"),
     ],
 )

@@ -5,7 +5,6 @@ Knows names and limits; imports nothing heavy before it must. Knows nothing of h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from pathlib import Path
 from dispatch import dispatcher_names, emulated_names
 from launch.choices import not_one_of, whole_number
 from launch.experts.units import parse_numbers
+from launch.output import unwritable
 from moeserve.errors import ConfigError
 
 # How results come home where a backend does it one way only: its class says so too, but to ask that
@@ -302,9 +302,7 @@ def picture_problems(path: Path) -> list[str]:
     problems = []
     if path.suffix not in PICTURES:
         problems.append(f"--plot {path}: must end in {' or '.join(PICTURES)}")
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        problems.append(f"--plot {path}: {folder} is no folder that can be written to")
+    problems += unwritable("--plot", path)
     if find_spec("matplotlib") is None:  # to import it takes longer than all the rest
         problems.append("--plot: pictures need matplotlib; install moeserve[pictures]")
     return problems

@@ -21,6 +21,7 @@ from launch.capacity.search import Found, Ratio, ratio, search
 from launch.capacity.searching import told
 from launch.capacity.validate import Validation, validate
 from launch.capacity.values import Values
+from launch.output import unwritable
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted
 
@@ -85,8 +86,7 @@ class Run:
         ]
         if self.plot is not None and self.plot.suffix not in PICTURES:
             problems.append(f"--plot={self.plot}: must end in one of {', '.join(PICTURES)}")
-        if self.plot is not None and not self.plot.absolute().parent.is_dir():
-            problems.append(f"--plot={self.plot}: no folder {self.plot.parent}")
+        problems += unwritable("--plot", self.plot)
         asked: Asked | By = MODELS[0]
         try:
             asked = self._model() if self.validate else read(self.typed, self.search)

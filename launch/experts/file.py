@@ -5,11 +5,11 @@ Knows paths and the engine's step. Knows nothing of servers or of what a person 
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.output import unwritable
 from moeserve.terminal import say
 
 if TYPE_CHECKING:
@@ -23,13 +23,7 @@ def output_problems(option: str, path: Path) -> list[str]:
     problems = []
     if path.suffix != ".npz":
         problems.append(f"{option} {str(path)!r}: must end in .npz")
-    folder = path.parent
-    if not folder.is_dir():
-        problems.append(f"{option} {str(path)!r}: no such folder: {str(folder)!r}")
-    elif not os.access(folder, os.W_OK):
-        problems.append(f"{option} {str(path)!r}: the folder cannot be written to")
-    elif path.is_dir():
-        problems.append(f"{option} {str(path)!r}: is a folder")
+    problems += unwritable(option, path)
     return problems
 
 

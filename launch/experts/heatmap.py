@@ -5,7 +5,6 @@ Shape letters: L layers, E experts, G ranks.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from launch.experts.source import Source
 from launch.experts.top_screen import head
 from launch.experts.view import FloatArray, View
 from launch.heat import grid
+from launch.output import unwritable
 from moeserve.errors import ConfigError
 
 BY = ("both", "expert", "rank")
@@ -57,13 +57,9 @@ class Heatmap:
         if self.ordered and self.by == "rank":
             problems.append("--ordered: orders experts; leave it out of --by rank")
         if self.output is not None:
-            folder = self.output.parent
             if self.output.suffix != ".png":
                 problems.append(f"--output {str(self.output)!r}: must end in .png")
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                problems.append(
-                    f"--output {str(self.output)!r}: {str(folder)!r} cannot be written to"
-                )
+            problems += unwritable("--output", self.output)
         if problems:
             raise ConfigError(problems)
 

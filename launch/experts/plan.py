@@ -22,6 +22,7 @@ from launch.experts.source import Source
 from launch.experts.top_screen import head
 from launch.experts.units import parse_bytes, show_bytes, show_seconds
 from launch.experts.view import IntArray, View
+from launch.output import unwritable
 from moeserve.errors import ConfigError
 
 
@@ -75,8 +76,8 @@ class WhatIf:
     def _check_output(self) -> None:
         if self.output is not None and self.output.suffix not in (".json", ".npz"):
             raise ConfigError([f"--output {str(self.output)!r}: must end in .json or .npz"])
-        if self.output is not None and not self.output.parent.is_dir():
-            raise ConfigError([f"--output {str(self.output)!r}: no such folder"])
+        if problems := unwritable("--output", self.output):
+            raise ConfigError(problems)
 
     def _plan(self, view: View, case: Layout) -> tuple[View, Plan, float]:
         fitted = self.wanted.fitted(view, case)
