@@ -39,7 +39,7 @@ class Rehearse:
 
 def run_rehearsal(asked: Rehearse, unused: list[str]) -> None:
     """unused: flags that a rehearsal does not have. ConfigError for flags or the trace;
-    RehearsalFailed if outputs are wrong. With as_json the last line of stdout is one object, in
+    RehearsalFailed if outputs are wrong. With as_json one object is all that stdout gets, in
     either case."""
     from launch.bench.steps import StepProgress
 

@@ -196,7 +196,7 @@ def plan(
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="One JSON object, the last line of stdout", rich_help_panel=OUT
+            "--json", help="One JSON object on stdout, and nothing else there", rich_help_panel=OUT
         ),
     ] = False,
     rehearse: Annotated[
