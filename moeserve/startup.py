@@ -166,7 +166,7 @@ def _resolve(
     notes.append(kernels.reason)
     notes.append(rows.note)
     if fp8_cache(config):
-        notes.append(_cache_note(model, dtype, kernels))
+        notes.append(_cache_note(model, dtype))
     if speculate is not None:
         notes.append(speculate.note)
     if placement.num_empty_slots:
@@ -269,18 +269,12 @@ def fp8_cache(config: ServeConfig) -> bool:
     return config.cache.kv_cache_dtype == "fp8"
 
 
-def _cache_note(model: DeepSeekConfig, dtype: torch.dtype, kernels: KernelChoice) -> str:
+def _cache_note(model: DeepSeekConfig, dtype: torch.dtype) -> str:
     now, before = (model.cache_bytes(dtype.itemsize, fp8) for fp8 in (True, False))
     name = str(dtype).removeprefix("torch.")
-    note = (
+    return (
         f"KV cache: FP8, {now} bytes a token a layer ({before} in {name}): latents in e4m3 with a "
         f"scale for each 128 channels, rope keys in {name}"
-    )
-    if kernels.kernels.reads_fp8_cache:
-        return note
-    return (
-        f"{note}; {kernels.kernels.name} kernels do not read it: what a step attends to is brought "
-        f"back to {name} for each layer, which is slower than --kv-cache-dtype model"
     )
 
 

@@ -141,11 +141,6 @@ class Kernels(Protocol):
         """Why latents of this shape cannot lie in an FP8 cache (fp8_latents.py); None: they can."""
         ...
 
-    @property
-    def reads_fp8_cache(self) -> bool:
-        """Attention reads FP8 rows itself; else it is given them in the model dtype first."""
-        ...
-
     # -- weights ---------------------------------------------------------------------------
     def linear_weight(self, weight: Tensor, dtype: torch.dtype) -> LinearWeight: ...
 

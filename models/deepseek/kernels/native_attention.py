@@ -11,10 +11,11 @@ from torch import Tensor, get_num_threads
 
 from models.deepseek.kernels.base import LinearWeight
 from models.deepseek.kernels.errors import KernelArgumentError
-from models.deepseek.kernels.fp8_latents import UnpackedBlocks, is_fp8, pack_rows
+from models.deepseek.kernels.fp8_latents import is_fp8, pack_rows
 from models.deepseek.kernels.native_checks import (
     check_cache,
     check_even,
+    check_latents,
     dequantised,
     positions_of,
     rope_table,
@@ -33,7 +34,6 @@ class NativeAttention(NativePart):
 
     def __init__(self, library: NativeLibrary) -> None:
         super().__init__(library)
-        self._unpacked = UnpackedBlocks()
         self._last_batch: tuple[ForwardBatch, int, tuple[int | None, ...]] | None = None
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -131,10 +131,8 @@ class NativeAttention(NativePart):
                 f"q_rope {tuple(q_rope.shape)} {q_rope.dtype}: must have q_latent's rows, heads "
                 f"and dtype ({tuple(q_latent.shape)} {q_latent.dtype})"
             )
-        if is_fp8(layer):
-            layer, batch = self._unpacked.of(layer, batch, rank, q_latent.dtype)
-        check_cache(layer, rank + rope, q_latent.dtype)
-        check_even("kv_lora_rank + qk_rope_head_dim", rank + rope, layer.dtype)
+        row_bytes = check_latents(layer, rank, rope, q_latent.dtype)
+        check_even("kv_lora_rank + qk_rope_head_dim", rank + rope, q_latent.dtype)
         out = q_latent.new_empty(*q_latent.shape)
         check(
             self.library.latent_attention(
@@ -149,11 +147,12 @@ class NativeAttention(NativePart):
                 rank,
                 rope,
                 layer.data_ptr(),
+                row_bytes,
                 layer.shape[0],
                 layer.shape[1],
                 *self.batch_pointers(batch, num_rows)[1:],
                 scale,
-                is_bf16(layer.dtype),
+                is_bf16(q_latent.dtype),
                 out.data_ptr(),
                 get_num_threads(),
             )
@@ -174,16 +173,14 @@ class NativeAttention(NativePart):
         num_rows, num_heads, width = q.shape
         rank = kv_b.in_features
         nope = kv_b.out_features // num_heads - value_dim
-        if is_fp8(layer):
-            layer, batch = self._unpacked.of(layer, batch, rank, q.dtype)
-        rope = layer.shape[2] - rank
+        rope = width - nope if is_fp8(layer) else layer.shape[2] - rank
         if nope + rope != width or kv_b.out_features != num_heads * (nope + value_dim):
             raise KernelArgumentError(
                 f"q {tuple(q.shape)} with kv_b [{kv_b.out_features}, {rank}], cache width "
                 f"{layer.shape[2]}, value_dim {value_dim}: must be q [T, H, n + r], kv_b "
                 f"[H * (n + v), c], cache c + r"
             )
-        check_cache(layer, rank + rope, q.dtype)
+        row_bytes = check_latents(layer, rank, rope, q.dtype)
         if kv_b.dtype != q.dtype:
             raise KernelArgumentError(f"kv_b is {kv_b.dtype}: must be q's {q.dtype}")
         for name, size in (("rank", rank), ("nope", nope), ("rope", rope), ("value", value_dim)):
@@ -201,6 +198,7 @@ class NativeAttention(NativePart):
                 rope,
                 value_dim,
                 layer.data_ptr(),
+                row_bytes,
                 layer.shape[0],
                 layer.shape[1],
                 kv_b.pointer,

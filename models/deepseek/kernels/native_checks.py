@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.deepseek.kernels.base import GateSpec, LinearWeight, MlaShape
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.fp8_latents import is_fp8, row_bytes
 from models.deepseek.kernels.native_weights import FP8_FORMAT, NativeLinearWeight
 from models.interface import ForwardBatch
 
@@ -91,6 +92,15 @@ def check_cache(layer: Tensor, width: int, dtype: torch.dtype) -> None:
             f"layer is {tuple(layer.shape)} {layer.dtype}: must be contiguous "
             f"[blocks, block, {width}] {dtype}"
         )
+
+
+def check_latents(layer: Tensor, rank: int, rope: int, dtype: torch.dtype) -> int:
+    """Of a layer that is read, in the model dtype or in FP8 -> bytes a row in FP8, 0 where not."""
+    if not is_fp8(layer):
+        check_cache(layer, rank + rope, dtype)
+        return 0
+    check_cache(layer, row_bytes(rank, rope, dtype), layer.dtype)
+    return layer.shape[2]
 
 
 def attention_misfit(shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:

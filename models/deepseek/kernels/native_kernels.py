@@ -31,7 +31,6 @@ from models.interface import ForwardBatch
 
 class NativeKernels(NativeDense, NativeExperts, NativeAttention):
     name = "native"
-    reads_fp8_cache = False
 
     def __init__(self, defines: tuple[str, ...] = ()) -> None:
         """Raises KernelsUnavailable. `defines` (native/simd.h) leave out instruction sets."""

@@ -52,11 +52,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "write_cache": (_I, [_P, _L, _P, _L, _P, _L, _L, _L, _L, _P]),
     "latent_attention": (
         _I,
-        [_P, _L, _L, _P, _L, _L, _L, _L, _L, _L, _P, _L, _L, *_BATCH, _F, _I, _P, _I],
+        [_P, _L, _L, _P, _L, _L, _L, _L, _L, _L, _P, _L, _L, _L, *_BATCH, _F, _I, _P, _I],
     ),
     "naive_attention": (
         _I,
-        [_P, _L, _L, _L, _L, _L, _L, _L, _L, _P, _L, _L, _P, *_BATCH, _F, _I, _P, _I],
+        [_P, _L, _L, _L, _L, _L, _L, _L, _L, _P, _L, _L, _L, _P, *_BATCH, _F, _I, _P, _I],
     ),
     "mla": (_I, [_P, _P, _L, _L, _P, _L, _L, _P, *_BATCH, _P, _I]),
     "instruction_set": (ctypes.c_char_p, []),

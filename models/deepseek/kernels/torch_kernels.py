@@ -178,7 +178,6 @@ def context_slots(batch: ForwardBatch, sequence: int, row: int, block_size: int)
 class TorchKernels:
     name = "torch"
     fp8_is_fast = False
-    reads_fp8_cache = True
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         return None

@@ -24,7 +24,6 @@ LEAST_CAPABILITY = (8, 9)  # the first with e4m3 in its matrix units
 class TritonKernels(TritonAttention):
     name = "triton"
     fp8_is_fast = True
-    reads_fp8_cache = True
     block_sizes = BLOCK_SIZES  # of the paged cache
 
     def __init__(

@@ -20,7 +20,7 @@ int ms_write_cache(char* layer, int64_t slots, const char* latent, int64_t laten
                    int64_t rope_bytes, const int64_t* slot_mapping);
 int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h,
                         const void* q_rope, int64_t rope_t, int64_t rope_h, int64_t rows,
-                        int64_t heads, int64_t rank, int64_t rope, const void* layer,
+                        int64_t heads, int64_t rank, int64_t rope, const void* layer, int64_t row_bytes,
                         int64_t blocks, int64_t block_size, const int64_t* positions,
                         const int32_t* query_start, const int32_t* tables, int64_t sequences,
                         int64_t table_width, const int32_t* ancestors, int64_t depth, float scale,

@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "branches.h"
+#include "latents.h"
 
 namespace moeserve {
 namespace {
@@ -33,11 +34,14 @@ template <class T> struct Latent {
   const T* q_rope;
   long rope_t, rope_h;
   const T* layer;
+  long row_bytes;  // of a position in FP8 (latents.h); 0: layer is as T says
   long heads, rank, rope;
   float scale;
   T* out;
 
   long width() const { return rank + rope; }
+  long bytes() const { return row_bytes ? row_bytes : width() * long(sizeof(T)); }
+  const char* memory() const { return reinterpret_cast<const char*>(layer); }
 };
 
 // Memory one tile needs, carved from one allocation of its thread.
@@ -71,7 +75,8 @@ template <class T>
 void latent_span(const Latent<T>& in, const Batch& b, const Query& q, long columns, long first,
                  const TileMemory<T>& m, const Running& run) {
   long last = std::min(first + SPAN - 1, q.last);
-  Pages<T> pages{in.layer, b.tables + q.sequence * b.table_width, b.block_size, in.width()};
+  Pages<char> pages{in.memory(), b.tables + q.sequence * b.table_width, b.block_size, in.bytes()};
+  auto typed = [](const char* row) { return reinterpret_cast<const T*>(row); };
   static thread_local std::vector<const T*> found;
   found.resize(size_t(q.most()));
   const T** rows = found.data();
@@ -80,14 +85,22 @@ void latent_span(const Latent<T>& in, const Batch& b, const Query& q, long colum
   for (long start = first; start <= last; start += PARTITION) {
     long count = std::min(PARTITION, last + 1 - start);
     long alike = std::min(count, std::max(q.branches - start, 0L));
-    for (long p = 0; p < alike; p++) rows[p] = pages.row(start + p);
+    for (long p = 0; p < alike; p++) rows[p] = typed(pages.row(start + p));
     static thread_local Entries entries;
     bool branched = alike < count;
     if (branched) {
       entries.find<T>(b, q, start + alike, start + count);
       count = alike;
-      for (long slot : entries.slots) rows[count++] = in.layer + slot * in.width();
+      for (long slot : entries.slots) rows[count++] = typed(in.memory() + slot * in.bytes());
       open_limits(m.limits, columns, start + alike, m.opened);
+    }
+    if (in.row_bytes) {
+      static thread_local Scratch memory;
+      T* read = memory.get<T>(size_t(q.most() * in.width()) + 2);
+      for (long p = 0; p < count; p++, read += in.width()) {
+        read_latent<T>(reinterpret_cast<const char*>(rows[p]), in.rank, in.rope, read);
+        rows[p] = read;
+      }
     }
     score<T>(reinterpret_cast<const word* const*>(rows), count, m.queries, columns, in.width(),
              false, m.scores);
@@ -97,8 +110,8 @@ void latent_span(const Latent<T>& in, const Batch& b, const Query& q, long colum
               m.shrink, m.chances);
     mix<T>(m.chances, columns, rows, count, in.rank, m.values, m.shrink, run.mixed, [&](long i) {
       if (start + PARTITION + i > q.last) return;
-      const char* row = reinterpret_cast<const char*>(pages.row(start + PARTITION + i));
-      for (long at = 0; at < in.width() * long(sizeof(T)); at += 64) prefetch(row + at);
+      const char* row = pages.row(start + PARTITION + i);
+      for (long at = 0; at < in.bytes(); at += 64) prefetch(row + at);
     });
   }
 }
@@ -206,6 +219,7 @@ template <class T> struct Naive {
   const T* q;
   long t_stride, h_stride;
   const T* layer;
+  long row_bytes;  // as Latent's
   long heads, rank, nope, rope, value;
   float scale;
   T* out;
@@ -251,7 +265,19 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
     long context = long(found.slots.size()), width = in.rank + in.rope;
     // Rows of the cache as an index into the layer, for the product that expands them.
     std::vector<int32_t> index(found.slots.begin(), found.slots.end());
-    Rows<T> latents{in.layer, width, index.data()};
+    const T* layer = in.layer;
+    if (in.row_bytes) {
+      static thread_local Scratch memory;
+      T* read = memory.get<T>(size_t(context * width) + 2);
+      const char* cached = reinterpret_cast<const char*>(in.layer);
+      parallel_items(threads, double(context) * double(width), context, [&](long i) {
+        read_latent<T>(cached + found.slots[size_t(i)] * in.row_bytes, in.rank, in.rope,
+                       read + i * width);
+      });
+      for (long i = 0; i < context; i++) index[size_t(i)] = int32_t(i);
+      layer = read;
+    }
+    Rows<T> latents{layer, width, index.data()};
     long group = EXPANDED_BYTES / (context * per_head * long(sizeof(T)));
     group = std::max(1L, std::min(in.heads, group));
     for (long head = 0; head < in.heads; head += group) {
@@ -310,7 +336,7 @@ void naive_attention(const Naive<T>& in, const Batch& b, const Panels<T>& kv_b, 
                    in.nope, false, m.scores);
           for (size_t p = 0; p < size_t(count); p++) {
             values[p] = keys[p] + in.nope;
-            keys[p] = in.layer + found.slots[size_t(which[p])] * width + in.rank;
+            keys[p] = layer + long(index[size_t(which[p])]) * width + in.rank;
           }
           score<T>(reinterpret_cast<const word* const*>(keys.data()), count, rope_queries, columns,
                    in.rope, true, m.scores);
@@ -364,7 +390,7 @@ extern "C" {
 int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h,
                         const void* q_rope, int64_t rope_t, int64_t rope_h, int64_t rows,
                         int64_t heads, int64_t rank, int64_t rope, const void* layer,
-                        int64_t blocks, int64_t block_size, const int64_t* positions,
+                        int64_t row_bytes, int64_t blocks, int64_t block_size, const int64_t* positions,
                         const int32_t* query_start, const int32_t* tables, int64_t sequences,
                         int64_t table_width, const int32_t* ancestors, int64_t depth, float scale,
                         int is_bf16, void* out, int threads) {
@@ -373,7 +399,7 @@ int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h
   auto run = [&](auto* x) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
     latent_attention(Latent<T>{x, latent_t, latent_h, static_cast<const T*>(q_rope), rope_t, rope_h,
-                               static_cast<const T*>(layer), heads, rank, rope, scale,
+                               static_cast<const T*>(layer), row_bytes, heads, rank, rope, scale,
                                static_cast<T*>(out)},
                      b, threads);
   };
@@ -383,7 +409,8 @@ int ms_latent_attention(const void* q_latent, int64_t latent_t, int64_t latent_h
 
 int ms_naive_attention(const void* q, int64_t t_stride, int64_t h_stride, int64_t rows,
                        int64_t heads, int64_t rank, int64_t nope, int64_t rope, int64_t value,
-                       const void* layer, int64_t blocks, int64_t block_size, const void* kv_b,
+                       const void* layer, int64_t row_bytes, int64_t blocks, int64_t block_size,
+                       const void* kv_b,
                        const int64_t* positions, const int32_t* query_start, const int32_t* tables,
                        int64_t sequences, int64_t table_width, const int32_t* ancestors,
                        int64_t depth, float scale, int is_bf16, void* out, int threads) {
@@ -391,8 +418,8 @@ int ms_naive_attention(const void* q, int64_t t_stride, int64_t h_stride, int64_
   if (int error = check(b, rows, blocks)) return error;
   auto run = [&](auto* x) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    naive_attention(Naive<T>{x, t_stride, h_stride, static_cast<const T*>(layer), heads, rank, nope,
-                             rope, value, scale, static_cast<T*>(out)},
+    naive_attention(Naive<T>{x, t_stride, h_stride, static_cast<const T*>(layer), row_bytes, heads,
+                             rank, nope, rope, value, scale, static_cast<T*>(out)},
                     b, Panels<T>{static_cast<const word*>(kv_b), heads * (nope + value), rank},
                     threads);
   };

@@ -74,7 +74,7 @@ extern "C" int ms_mla(const Mla* m, const void* x, int64_t x_stride, int64_t row
               base + q_latent, threads);
   if (int error = ms_latent_attention(
           base + q_latent, m->heads * m->rank, m->rank, base + q_rope, m->heads * m->rope, m->rope,
-          rows, m->heads, m->rank, m->rope, layer, blocks, block_size, positions, query_start,
+          rows, m->heads, m->rank, m->rope, layer, 0, blocks, block_size, positions, query_start,
           tables, sequences, table_width, ancestors, depth, m->scale, bf16, base + attended,
           threads))
     return error;
