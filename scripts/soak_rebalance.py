@@ -30,6 +30,7 @@ import numpy as np
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.recording import ExpertRecording
+from launch.output import unwritable
 from moeserve.llm import LLM
 from moeserve.request import SamplingParams
 
@@ -93,7 +94,10 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="take the first run from beside --json, where it was put when it had ended",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    for problem in unwritable("--json", options.json):
+        parser.error(problem)
+    return options
 
 
 def save(options: argparse.Namespace, name: str, ran: dict[str, Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +168,26 @@ def test_renewed_it_is_the_record(record: Path, capsys: pytest.CaptureFixture[st
 def test_a_line_of_a_failure_names_its_kernel() -> None:
     died = Failed("k", "c", "sm_90a", "a process died")
     assert died.line == "k (c) for sm_90a: a process died"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="killed by pid")
+def test_a_compiler_that_dies_is_no_traceback() -> None:
+    """Every kernel that was not done is a failure with its reason."""
+    cases = all_cases()
+    tasks = [(i, 90) for i, case in enumerate(cases) if case.name == "quant"][:2]
+    others = set(multiprocessing.active_children())
+    with closing(compile_all(tasks, processes=1)) as coming:
+        threading.Thread(target=_kill_first_other_than, args=(others,), daemon=True).start()
+        found = list(coming)
+    assert sorted(task for task, _ in found) == tasks
+    assert all("died before this was done" in str(error) for _, error in found)
+
+
+def _kill_first_other_than(others: set[Any]) -> None:
+    while not (new := set(multiprocessing.active_children()) - others):
+        threading.Event().wait(0.01)
+    for child in new:
+        child.kill()
 
 
 def test_nothing_to_compile_starts_no_process() -> None:
