@@ -1,8 +1,12 @@
-"""Fused gate: logits -> scores, bias, group limits, top-k, renormalisation, scale, in one kernel.
+"""Gate: logits -> scores, bias, group limits, top-k, renormalisation, scale, fused in one kernel.
 
 base.Kernels.gate says what is computed, step for step; ties go to the lowest id. One warp holds a
 row as [groups, experts a group], both padded to powers of two in registers only, so any number of
-experts will do. A row knows nothing of others (law 5). router.py makes the logits.
+experts will do. A row knows nothing of others (law 5).
+
+The gate is two kernels: router.py's GEMM, then this one. A row needs the logits of all experts,
+which one program would have to compute alone: with few tokens the 7 MB weight (V3) asks for
+programs on all SMs, split over experts and channels, and their parts meet in memory anyway.
 
 Shape letters: T tokens, D hidden, E experts, K top-k, G groups, P experts a group, S parts.
 """
@@ -32,7 +36,8 @@ def choose_kernel(
     renormalise: tl.constexpr, has_bias: tl.constexpr, floor: tl.constexpr,
 ):  # fmt: skip
     """parts [S, T, E] fp32 (their sum over S is the logits), bias [E] fp32 -> ids [T, K] int32,
-    weights [T, K] fp32. Bytes: 4STE + 8TK. One program, of one warp, a token."""
+    weights [T, K] fp32. Bytes: 4STE + 8TK. FLOPs none on matrix units: bound by bytes, about
+    T E (S + 5 + 3K) operations. One program, of one warp, a token."""
     row = tl.program_id(0).to(tl.int64)
     of_group, in_group = tl.arange(0, block_g), tl.arange(0, block_p)
     number = of_group[:, None] * group + in_group[None, :]  # [G, P]: an expert's id
@@ -177,6 +182,7 @@ def gate_cost(tokens: int, hidden: int, experts: int, top_k: int) -> KernelCost:
 def compile_cases() -> list[CompileCase]:
     v3 = GateSpec(8, 8, 4, "sigmoid", "top2", True, 2.5)
     k2 = GateSpec(8, 1, 1, "sigmoid", "top2", True, 2.827)
+    lite = GateSpec(6, 1, 1, "softmax", "max", False, 1.0)
     v2 = GateSpec(6, 8, 3, "softmax", "max", False, 16.0)
     cases = []
     for name, spec, experts, parts, bias in (
@@ -184,6 +190,8 @@ def compile_cases() -> list[CompileCase]:
         ("v3 256", v3, 256, 1, True),
         ("k2 384", k2, 384, 14, True),
         ("v2 160", v2, 160, 10, False),
+        ("v2-lite 64", lite, 64, 4, False),
+        ("v2-lite 64", lite, 64, 1, False),
     ):
         cases.append(
             CompileCase(

@@ -159,6 +159,7 @@ def tile_product(
         if PAIR:
             first = settle(first)
             second += tl.dot(x, z.T) * factor_next[:, None]
+            second = settle(second)  # or triton 3.6 spills a register
     return first, second
 
 

@@ -37,6 +37,7 @@ CONSTANT_DEFAULT = HAVE_TRITON and tuple(map(int, triton.__version__.split(".")[
 
 @triton.jit
 def _read_heads(base, left, stride: tl.constexpr, h, c, ragged: tl.constexpr):
+    """Columns c of heads h, rows `stride` apart: [heads, columns]; ragged: 0 from `left` on."""
     at = base + h[:, None] * stride + c[None, :]
     if ragged:  # noqa: SIM108 (a constant of the compiler)
         y = tl.load(at, mask=h[:, None] < left, other=0.0)
@@ -47,6 +48,7 @@ def _read_heads(base, left, stride: tl.constexpr, h, c, ragged: tl.constexpr):
 
 @triton.jit
 def _write_heads(base, y, left, stride: tl.constexpr, h, c, ragged: tl.constexpr):
+    """y [heads, columns] to where _read_heads would read it."""
     at = base + h[:, None] * stride + c[None, :]
     if ragged:
         tl.store(at, y, mask=h[:, None] < left)
@@ -103,7 +105,9 @@ def mla_decode_kernel(
     (-1: a row of padding), sequences [T] int32, ancestors [T, depth] int32 (depth 0: none),
     unit_rows [P] and work_start [T + 1] int32 of the plan -> out [T, H, c] bf16 and lse [T, H]
     fp32 (natural) of rows with one unit, part_out [P, H, c] and part_lse [P, H] fp32 of the
-    others. Bytes: `cost`. Flops: 2 H (2c + r) a position.
+    others. Bytes: a position's row once (2c + 2r in bf16; c + c / 32 + 2r in FP8), 2H (2c + r) + 4H
+    a row, 8H (c + 1) a unit of those with more than one (`cost` counts). FLOPs 2H (2c + r) a row
+    and position.
 
     The latents come in 4 pieces: the compiler keeps four small accumulators in registers where
     one of [block_h, c] spills. halves 2: a program sums half of the channels, for chips whose
@@ -133,7 +137,9 @@ def mla_decode_kernel(
         # Always 0, which the compiler does not know: offsets that are not the same for all items
         # are not kept in registers from one to the next. Which of them spill was tried out.
         zero = tl.multiple_of(tl.load(work_start), 16)
-        if depth > 0:
+        if not constant_default:
+            n = tl.arange(0, tile) + zero
+        elif depth > 0:
             h = tl.arange(0, block_h) + zero
         else:
             c = tl.arange(0, piece) + zero

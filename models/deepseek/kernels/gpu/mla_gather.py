@@ -27,7 +27,8 @@ def mla_gather_kernel(
 ):  # fmt: skip
     """tiles [G, 6] as in mla_prefill_plan.py, tables [S, .] int32, cache rows as in mla_rows.py ->
     out_latent [N, c], out_rope [N, r] bf16. fresh: positions from the prefix on are taken from
-    rows [T, c + r] bf16. Bytes: a row of the cache and 2 (c + r) a position. One program a tile."""
+    rows [T, c + r] bf16. Bytes: a row of the cache and 2 (c + r) a position. FLOPs
+    none (FP8: c a position). One program a tile."""
     groups: tl.constexpr = rank // 128 if fp8 else 0
     stride: tl.constexpr = rank + 4 * groups + 2 * rope if fp8 else rank + rope
     rope_stride: tl.constexpr = stride // 2 if fp8 else stride

@@ -24,7 +24,8 @@ def merge_kernel(
 ):
     """part_out [P, H, c], part_lse [P, H] fp32 (natural), work_start [T + 1] int32: the parts of a
     row -> out [T, H, c] bf16, lse [T, H] fp32 of rows with two parts or more; others are left as
-    they are. Bytes: 4 (c + 1) a head and part, 2c + 4 a head and row. One program a row, head."""
+    they are. Bytes: 4 (c + 1) a head and part, 2c + 4 a head and row. FLOPs
+    2Hc a part: bound by bytes. One program a row, head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(work_start + row)

@@ -35,7 +35,8 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """x [T, D] bf16 or fp32 (rows strided), weight [D] fp32 -> out [T, D]. has_residual: residual
     [T, D] += x first, in place and rounded to its dtype; the norm is of what was rounded. Bytes
-    (bf16): 4TD, with residual 8TD. One program a row."""
+    (bf16): 4TD + 4D, with residual 8TD + 4D. FLOPs 4TD, with residual 5TD: bound by bytes. One
+    program a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < width
@@ -57,7 +58,8 @@ def silu_mul_kernel(
     x, limit, out, x_stride, out_stride, width, block: tl.constexpr, limited: tl.constexpr
 ):
     """x [T, 2I], gate then up -> out [T, I] = silu(gate) * up, fp32 inside, one rounding. limited:
-    of the first limit[0] rows only. Bytes (bf16): 6TI. Programs: rows by blocks of columns."""
+    of the first limit[0] rows only. x and out bf16 or fp32. Bytes (bf16): 6TI. FLOPs 5TI: bound by
+    bytes. Programs: rows by blocks of columns."""
     row = tl.program_id(0).to(tl.int64)
     wanted = row >= 0
     if limited:

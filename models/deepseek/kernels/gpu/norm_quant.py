@@ -51,7 +51,8 @@ def norm_quant_kernel(
     """x [T, D] bf16 or fp32, weight [D] fp32 -> out e4m3 [T, D], scales fp32 [T, G] or, packed,
     int32 [T, ceil(G / 4)]. has_residual: residual [T, D] += x first, in place, as its dtype has it.
     keeps: plain [T, D], the norm as the gate wants it, is stored too. BLOCKS: G up to a power of
-    two, at least 4. Bytes (bf16): T * (3D + 4G), residual + 4D a row, keeps + 2D. Grid: rows."""
+    two, at least 4. Bytes (bf16): T * (3D + 4G), residual + 4D a row, keeps + 2D. FLOPs none
+    on matrix units: bound by bytes, about 9TD operations (+ TD with residual). Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     at = (block * 128)[:, None] + tl.arange(0, 128)[None, :]

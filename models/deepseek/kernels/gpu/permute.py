@@ -28,9 +28,10 @@ def permute_kernel(
     x, scales, pair_rows, out, out_scales, x_stride, scales_stride, width, groups,
     block: tl.constexpr, block_g: tl.constexpr, has_scales: tl.constexpr, zero_gaps: tl.constexpr,
 ):  # fmt: skip
-    """x [N, D], scales [N, G] fp32, pair_rows [Q] int32 -> out [Q, D], out_scales [Q, G]; of places
-    without a pair (-1) nothing is written, or zeros. Bytes: 2QD times the item, + 8QG with scales.
-    Programs: places, blocks of columns."""
+    """x [N, D] bf16, fp32 or bytes (e4m3), scales [N, G] fp32 or int32, pair_rows [Q] int32 -> out
+    [Q, D], out_scales [Q, G]; of places without a pair (-1) nothing is written, or zeros. Bytes:
+    2QD times the item, + 8QG with scales. FLOPs none: bound by bytes, a copy. Programs: places,
+    blocks of columns."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(pair_rows + place).to(tl.int64)
     if zero_gaps or row >= 0:
@@ -65,8 +66,8 @@ def unpermute_kernel(
     y, index, weights, out, y_stride, width, top_k: tl.constexpr, block: tl.constexpr
 ):
     """y [Q, D] bf16 or fp32, index [T, K] int64 (place or -1), weights [T, K] fp32 -> out [T, D]:
-    the sum over k in order. Bytes (bf16 y, fp32 out, V valid pairs): 2VD + 4TD. Programs: tokens,
-    blocks of columns."""
+    the sum over k in order. Bytes (bf16 y, fp32 out, V valid pairs): 2VD + 4TD. FLOPs 2VD:
+    bound by bytes. Programs: tokens, blocks of columns."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width

@@ -24,6 +24,7 @@ _STREAM = 4 << 28  # races among all uses of random numbers
 
 @triton.jit
 def _mix(x):
+    """64 bits spread over all 64 (splitmix64 has it as its last step)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

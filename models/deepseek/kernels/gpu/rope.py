@@ -27,7 +27,8 @@ def rope_kernel(
 ):  # fmt: skip
     """x [T, H, r] bf16 or fp32 by strides, positions [T] int64, cos_sin [P, r] fp32 (cosines, then
     sines) -> out [T, H, r] by strides: (2i, 2i + 1) as complex numbers times the position's, in
-    fp32. Bytes (bf16): 4THr + 4Tr. Programs: tokens, blocks of heads."""
+    fp32. Bytes (bf16): 4THr + 4Tr. FLOPs 3THr: bound by bytes. Programs: tokens, blocks of
+    heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_h + tl.arange(0, block_h)
     pair = tl.arange(0, block_half)

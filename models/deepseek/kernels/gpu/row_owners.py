@@ -25,8 +25,8 @@ def row_owners_kernel(
     starts, ends, owners, rows, experts, alignment, STARTS: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """ends int32 [e] -> owners int32 [M]: i for rows from where segment i begins to ends[i], else
-    -1. STARTS: it begins at starts int32 [e], else at the end before, aligned. Bytes: 4M, and 4e (8
-    with starts) for each program. One program a block of rows."""
+    -1. STARTS: it begins at starts int32 [e], else at the end before, aligned. Bytes: 4M,
+    and 4e (8 with starts) for each program. FLOPs none. One program a block of rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     owner = tl.full((BLOCK_M,), -1, tl.int32)
     for expert in range(experts):

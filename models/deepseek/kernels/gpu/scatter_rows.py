@@ -21,8 +21,9 @@ def scatter_kernel(
     latent, key, slots, layer, latent_row, key_row, slots_left,
     rank: tl.constexpr, rope: tl.constexpr, block_c: tl.constexpr, block_r: tl.constexpr,
 ):  # fmt: skip
-    """latent [T, c], key [T, r] -> layer [slots, c + r] at slots [T] int64; a slot of -1, or of
-    slots_left and more, is written nowhere. Bytes: 4T(c + r) in bf16. One program a token."""
+    """latent [T, c], key [T, r] bf16 or fp32 -> layer [slots, c + r] of that dtype at
+    slots [T] int64; a slot of -1, or of slots_left and more, is written nowhere. Bytes: 4T(c + r)
+    in bf16. FLOPs none: bound by bytes, a copy. One program a token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_left):

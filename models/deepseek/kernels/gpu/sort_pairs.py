@@ -44,7 +44,8 @@ class PairLayout:
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(slots, counts, pairs, num_slots, chunk: tl.constexpr, block_e: tl.constexpr):
-    """slots [TK] int32 -> counts [C, e] int32. Bytes: 4TK + 4Ce. One program a chunk."""
+    """slots [TK] int32 -> counts [C, e] int32. Bytes: 4TK + 4Ce. FLOPs none.
+    One program a chunk."""
     at = tl.program_id(0) * chunk + tl.arange(0, chunk)
     slot = tl.load(slots + at, mask=at < pairs, other=-1)
     number = tl.arange(0, block_e)
@@ -60,7 +61,8 @@ def scan_kernel(
     block_c: tl.constexpr, block_e: tl.constexpr,
 ):  # fmt: skip
     """counts [C, e] int32, in place: pairs of the slot in chunks before. -> starts [e + 1], ends
-    [e], totals [e] int32. Bytes: 8Ce. One program: the counts of a step are few."""
+    [e], totals [e] int32. Bytes: 8Ce. FLOPs none. One program: the counts of a step are
+    few."""
     slot, chunk = tl.arange(0, block_e), tl.arange(0, block_c)
     running = tl.zeros((block_e,), tl.int32)
     for begin in range(0, chunks, block_c):
@@ -90,7 +92,8 @@ def place_kernel(
     chunk: tl.constexpr,
 ):  # fmt: skip
     """slots [TK] int32, before [C, e], starts [e + 1] -> pair_rows [Q] int32, only where pairs
-    are, index [TK] int64. Bytes: 16TK + 4Ce. One program a chunk."""
+    are, index [TK] int64. Bytes: 16TK + 4Ce. FLOPs none: bound by bytes. One
+    program a chunk."""
     first = tl.program_id(0) * chunk
     i, j = tl.arange(0, chunk), tl.arange(0, chunk)
     slot = tl.load(slots + first + i, mask=first + i < pairs, other=-1)
