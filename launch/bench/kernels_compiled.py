@@ -117,7 +117,7 @@ class KernelCompilation:
         that is not the record now; 3 when nothing was compared. problems: of other flags.
         ConfigError for them, for a name that is not there, where triton is missing, and for a
         record that is none."""
-        from models.deepseek.kernels.gpu.compiled import read_record
+        from models.deepseek.kernels.gpu.compiled import kept_apart, read_record
         from models.deepseek.kernels.gpu.errors import RecordUnreadable, TritonMissing
         from models.deepseek.kernels.gpu.registry import all_cases
 
@@ -137,7 +137,9 @@ class KernelCompilation:
         record: Record = {}
         try:
             need_compiler()
-            version, record = read_record()
+            import triton
+
+            version, record = read_record(*kept_apart(triton.__version__))
         except (RecordUnreadable, TritonMissing) as error:
             found.append(f"--compile-only: {error}")
         refuse(found)
@@ -204,11 +206,11 @@ def unchanged(tasks: Sequence[Task], version: str) -> dict[Task, CompileReport]:
     """What the record holds as this compiler would make it again: to renew it, these need not be
     compiled. (Without a record all are: remove it when aot.py counts otherwise.)"""
     from models.deepseek.kernels.gpu.aot import ARCHS
-    from models.deepseek.kernels.gpu.compiled import changed, read_record
+    from models.deepseek.kernels.gpu.compiled import changed, kept_apart, read_record
     from models.deepseek.kernels.gpu.registry import all_cases
 
     cases = all_cases()
-    _, record = read_record()
+    _, record = read_record(*kept_apart(version))
     anew = set(changed(cases, version, record))
     return {
         (index, arch): record[cases[index].name, cases[index].config, ARCHS[arch]].report
@@ -223,6 +225,7 @@ def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str)
         RECORD,
         Recorded,
         fingerprint,
+        kept_apart,
         markdown,
         write_record,
     )
@@ -235,10 +238,11 @@ def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str)
             Recorded(report, fingerprint(cases[index], arch, version))
             for (index, arch), report in zip(tasks, reports, strict=True)
         ],
+        *(apart := kept_apart(version)),
     )
-    said = [RECORD.name]
+    said = [path.name for path in apart] or [RECORD.name]
     page = HOME / BENCHMARKS
-    if page.exists() and MARKS[0] in page.read_text():
+    if not apart and page.exists() and MARKS[0] in page.read_text():
         page.write_text(with_table(page.read_text(), markdown(reports)))
         said.append(page.name)
     print(f"renewed: {', '.join(said)}", file=sys.stderr)

@@ -24,6 +24,8 @@ from models.deepseek.kernels.gpu.aot import (
 from models.deepseek.kernels.gpu.errors import RecordUnreadable
 
 RECORD = Path(__file__).with_name("compiled.json")
+# Of another compiler in use (GPU machines with torch 2.11 have it), kept beside it.
+OTHERS = {"3.6": RECORD.with_name("compiled_triton36.json")}
 # What may differ without a word: ptxas places a few registers otherwise after harmless changes.
 REGISTERS_SLACK = 16
 SHARED_SLACK = 1024
@@ -86,6 +88,12 @@ def _unreadable(path: Path, why: str) -> RecordUnreadable:
         f"{path}: no record of compiled kernels: {why}; restore it, or remove it and make it anew "
         "with --renew"
     )
+
+
+def kept_apart(triton: str) -> tuple[Path, ...]:
+    """Where the record of this version of triton is, if RECORD is not where: an argument or none
+    for read_record and write_record."""
+    return tuple(path for begin, path in OTHERS.items() if triton.startswith(f"{begin}."))
 
 
 def write_record(triton: str, rows: Iterable[Recorded], path: Path = RECORD) -> None:
