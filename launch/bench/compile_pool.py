@@ -12,7 +12,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PROCESSES = 2  # a compiler keeps one core busy and holds some hundred MB
 Task = tuple[int, int]  # index of a case in the registry, architecture
+_DIED = "a process that compiled died before this was done (the compiler broke, or memory ran out)"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,16 @@ def ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end this wait: a process that is half started would complain of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def compile_all(
     tasks: Sequence[Task], processes: int = PROCESSES
 ) -> Generator[tuple[Task, CompileReport | CompileFailed], None, None]:
@@ -100,18 +111,24 @@ def compile_all(
             initargs=(os.getpid(), folder),
         ) as pool,
     ):
-        waiting = {pool.submit(_compile, task): task for task in tasks}
+        waiting: dict[Future[CompileReport], Task] = {}
+        unsent = []
         try:
+            with _undisturbed():  # the first submit starts the processes
+                for task in tasks:
+                    try:
+                        waiting[pool.submit(_compile, task)] = task
+                    except BrokenProcessPool:
+                        unsent.append(task)
+            for task in unsent:
+                yield task, CompileFailed(_DIED)
             for future in as_completed(waiting):
                 try:
                     found: CompileReport | CompileFailed = future.result()
                 except CompileFailed as error:
                     found = error
                 except BrokenProcessPool:
-                    found = CompileFailed(
-                        "a process that compiled died before this was done (the compiler broke, or "
-                        "memory ran out)"
-                    )
+                    found = CompileFailed(_DIED)
                 yield waiting[future], found
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
