@@ -194,7 +194,7 @@ def test_after_a_pause_it_goes_on_from_the_pauses_end(model: DeepSeekModel) -> N
     fresh.blocks.grow(twin.lease, 12)
     fresh.drafter._pages[twin.lease.table.ids[0], :2] = 0
     hidden = desk.hidden(one.tokens)[10:11]
-    fresh.drafter._known["twin"] = mtp._Known(0, 2)
+    fresh.drafter._known["twin"] = mtp._Known(0, 2, 0)
     assert fresh.drafter.propose([DraftAsk(twin, 2, 2, hidden)], 2)[0].tokens == tree.tokens
     desk.drafter.forget(["a"])  # preempted: computed again from the beginning
     again = desk.drafter.propose([desk.ask(one, 0, 2)], 2)[0]

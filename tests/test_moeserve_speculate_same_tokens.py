@@ -263,7 +263,7 @@ def test_heads_change_no_bit(case: Case, tmp_path: Path, kind: str, nodes: int |
         name = f"{kind}:{heads}"
         ran = serve(case.loaded, case.asked[:16], drafter=name, depth=depth, nodes=nodes, **variant)
         must_match(ran, case.plain)
-        assert ran.drafted > 10
+        assert ran.drafted > (10 if depth else 0)  # adaptive depth goes by the time that it takes
 
 
 def test_a_draft_model_changes_no_bit_and_one_that_is_the_target_is_always_right(

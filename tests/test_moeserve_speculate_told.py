@@ -276,8 +276,9 @@ def test_means_outlast_the_requests() -> None:
     speculator.depth = 0
     told = speculator.stats()
     assert told.depth == 0 and told.predicted == 1.0
-    assert 0 < told.depths[2] <= drafts and told.depths[:2] == (0, 0)
-    assert told.recent_depth == 2.0 and told.recent_steps == min(told.depths[2], 64)
+    # At their ends there is room for one draft, then for none.
+    assert 0 < told.depths[2] <= drafts and told.depths[:2] == (2, 1)
+    assert 1.9 < told.recent_depth < 2.0 and told.recent_steps == min(sum(told.depths[1:]), 64)
     assert told.recent_predicted != 1.0
 
 
@@ -308,7 +309,9 @@ def test_ranks_without_work_take_part_in_drafting(world: World) -> None:  # noqa
         while not engine.stopped:
             engine.step()
             steps += not engine.stopped
-        return steps, engine.speculator.drafter.calls  # type: ignore[union-attr, attr-defined]
+        return steps, engine.speculator.drafter.calls
 
     found = world(3, body)
-    assert len(set(found)) == 1 and found[0][0] == found[0][1] > 3
+    assert len(set(found)) == 1
+    steps, calls = found[0]
+    assert calls == steps - 2 > 3  # the last two have no room for a draft

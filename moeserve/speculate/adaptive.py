@@ -305,7 +305,7 @@ class FixedDepth:
         assert depth >= 1
         self.max_depth = self.depth = depth
 
-    holds = False  # there are no pauses
+    holds = True  # where ends leave no room for a draft: the next step goes on
 
     def share(self, room: Seq[int], most: int) -> list[int]:
         """Drafts of each sequence. room: what limits and blocks allow; most: in all. Who has least

@@ -12,11 +12,12 @@ a rank has none. What fails on one rank alone ends its drafts, not its rounds (`
 the host waits for all rounds together (`rounds_ahead`).
 
 A pause (steps of depth 0) leaves positions without latents. Hidden states of the last HELD of them
-may have been kept (`hold`): they are caught up with in round 0. Where that does not reach back to
-the pause's beginning, the sequence goes on as one that began in the block of the first of them,
-which changes no relative position; what of that block was never written is zeroed. Blocks from the
-prefix cache are taken as they are: the last latent of a shared block was made with another
-sequence's next token, which may change a draft and never an output.
+may have been kept (`hold`): they are caught up with in round 0. Which blocks lack some is known, of
+all sequences and of the prefix cache (`_missing`): what another request left there is never read. A
+sequence goes on behind the last such block as one that begins there, which changes no relative
+position; of a block that it is in the middle of, what was not written is zeroed. The last latent of
+a block from the prefix cache was made with another sequence's next token, which may change a draft
+and never an output.
 
 Several MTP layers: the first one is fed back, as with one. Needs blocks up to the position
 len(tokens) - 3 + most of each ask (`most_within`).
@@ -53,10 +54,12 @@ def most_within(num_tokens: int, num_positions: int) -> int:
 
 @dataclass
 class _Known:
-    """base: where the sequence begins for the layer, on a block's edge; end: of its rows."""
+    """base: where the sequence begins for the layer, on a block's edge; end: of its rows; whole:
+    number of the first of its blocks that, with those behind it, hold all latents."""
 
     base: int
     end: int
+    whole: int
 
 
 HELD = 32  # rows of a sequence, in a pause
@@ -102,6 +105,7 @@ class MtpDrafter:
         self.failure: str | None = None  # of the last propose: why this rank drafted nothing
         self._known: dict[str, _Known] = {}
         self._held: dict[str, tuple[int, Tensor]] = {}  # first position, rows [m, D]
+        self._missing: set[int] = set()  # blocks whose latents were not all written
 
     @torch.inference_mode()
     def propose(
@@ -174,10 +178,17 @@ class MtpDrafter:
         for ask in asks:
             if ask.hidden is None or not len(ask.hidden):
                 continue
+            self.skip(ask.sequence, ask.first)
             first, rows = self._with_held(ask)
             kept = rows[-HELD:]
             first += len(rows) - len(kept)
             self._held[ask.sequence.request_id] = first, kept.clone()
+
+    def skip(self, sequence: Sequence, first: int) -> None:
+        """Nothing is written for what the step computed of it, from position `first` on."""
+        if sequence.lease is not None:
+            size, end = self._cache.block_size, sequence.num_computed_tokens
+            self._missing.update(sequence.lease.table.ids[first // size : -(-end // size)])
 
     def drop_held(self) -> None:
         self._held.clear()
@@ -217,19 +228,29 @@ class MtpDrafter:
         return held[0], torch.cat([held[1], ask.hidden])
 
     def _follow(self, ask: DraftAsk, first: int, end: int) -> None:
-        known = self._known.get(ask.sequence.request_id)
-        if known is None:
-            known = self._known[ask.sequence.request_id] = _Known(0, end)
-        elif first > known.end:  # after a pause
-            size = self._cache.block_size
-            known.base = first // size * size
-            lease = ask.sequence.lease
-            assert lease is not None
-            block = lease.table.ids[first // size]
-            self._pages[block, : first - known.base] = 0
-        elif first < known.base:
-            known.base = 0
+        """The sequence's rows first..end - 1 are written now."""
+        lease, size = ask.sequence.lease, self._cache.block_size
+        assert lease is not None
+        ids, name = lease.table.ids, ask.sequence.request_id
+        known = self._known.get(name)
+        if known is not None and first > known.end:
+            self._missing.update(ids[known.end // size : -(-first // size)])
+        if known is None or first > known.end or first < known.base:
+            known = self._known[name] = self._begin(ids, first)
         known.end = end
+        for block in ids[max(first // size, known.whole) : -(-end // size)]:
+            self._missing.discard(block)
+
+    def _begin(self, ids: Seq[int], first: int) -> _Known:
+        """Of a sequence that is new here, or was not followed for a while."""
+        size = self._cache.block_size
+        number, inside = divmod(first, size)
+        before = range(number + (inside > 0))  # blocks with positions before `first`
+        last = max((i for i in before if ids[i] in self._missing), default=-1)
+        if last < number:
+            return _Known((last + 1) * size, first, last + 1)
+        self._pages[ids[number], :inside] = 0
+        return _Known(number * size, first, number + 1)
 
     def _add(
         self, rows: RoundRows, i: int, ask: DraftAsk, first: int, following: list[int], wanted: bool

@@ -31,7 +31,7 @@ from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.sequence import Sequence
 from moeserve.speculate.acceptance import Acceptance, mean_rate, predicted_speedup
-from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth
+from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth, Offer
 from moeserve.speculate.cost_model import CostModel, Costs
 from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.mtp import MtpDrafter, most_within
@@ -41,6 +41,8 @@ from moeserve.terminal import say
 from moeserve.wire_speculation import SpeculationStats
 
 NEED = 3  # columns of a vote that every step has
+ENDS = 0.1  # weight of a look in the mean of what ends of sequences take
+MIXED = 32  # steps with prompts in a row: others are not to be expected
 RECENT = 64  # steps that drafted, over which users are told means
 
 
@@ -80,6 +82,9 @@ class Speculator:
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
         # Rows of a tree for each of its levels; 1 of a chain.
         self._fan = max(drafter.max_nodes / drafter.max_depth, 1.0)
+        self._ends = np.ones(policy.max_depth + 1)  # tokens of sequences over those of endless ones
+        self._mixed = 0  # steps with prompts in a row
+        self._verified = 0  # depth of the drafts that the step verifies
         scheduler.on_gone = self.gone
 
     # -- agreement -----------------------------------------------------------------------------
@@ -93,31 +98,39 @@ class Speculator:
         """This rank's columns: the sequences that may draft at the step's end, how far the one with
         the most room may, rows held; then, where depth adapts, its offer and rank 0's costs."""
         members = [plan.sequences[i] for i in plan.sampled]
-        # The step adds a token at least, and the target one to the drafts.
-        room = max((s.max_output_tokens - s.num_output_tokens - 2 for s in members), default=0)
         num, policy = len(members), self.policy
-        need = num, max(room, 0)
+        # The step adds a token at least, and the target one to the drafts.
+        room = [max(s.max_output_tokens - s.num_output_tokens - 2, 0) for s in members]
+        need = num, max(room, default=0), self._count_held(plan)
         if isinstance(policy, FixedDepth):
-            return (*need, 0)
-        looks = policy.looks
-        held = self._count_held(plan) if policy.holds else 0
-        if not looks:
-            return (*need, held, *(0,) * (2 * policy.max_depth + 6))
+            return need
+        if not policy.looks:
+            return (*need, *(0,) * (2 * policy.max_depth + 6))
         told = (self.costs.costs() if self._rank == 0 else Costs(0, 0, 0)).numbers
         if not num:
-            return (*need, held, *(0,) * (2 * policy.max_depth + 2), *told)
-        reach = self.acceptance.reaches([s.request_id for s in members])
-        # What an end leaves no room for changes no depth: the offer is of sequences that go on.
-        endless = np.full(num, policy.max_depth)
-        offer = policy.offer(reach, endless, self._most_levels(num))
+            return (*need, *(0,) * (2 * policy.max_depth + 2), *told)
+        offer = self._offer([s.request_id for s in members], np.array(room))
         rows: Seq[int] = offer.rows
         if self._fan > 1:
             rows = [num + ceil((x - num) * self._fan) for x in rows]
-        return (*need, held, *rows, *offer.expected, *told)
+        return (*need, *rows, *offer.expected, *told)
+
+    def _offer(self, request_ids: Seq[str], room: NDArray[np.int64]) -> Offer:
+        """That an end leaves no room changes no depth, so the offer is of sequences that go on; but
+        where ends are many, as answers are short, less comes of depth: a running mean tells."""
+        policy, num = self.policy, len(request_ids)
+        assert isinstance(policy, AdaptiveDepth)
+        reach, most = self.acceptance.reaches(request_ids), self._most_levels(num)
+        offer = policy.offer(reach, np.full(num, policy.max_depth), most)
+        if room.any():  # else nothing is drafted, which costs nothing
+            ends = np.array(policy.offer(reach, room, most).expected) / np.array(offer.expected)
+            self._ends += ENDS * (ends - self._ends)
+        expected = np.rint(np.array(offer.expected) * self._ends).astype(np.int64)
+        return Offer(tuple(expected.tolist()), offer.rows)
 
     def agreed(self, columns: NDArray[np.int64], max_tokens: int, decode_only: bool) -> None:
         """columns [R, num_columns]: of all ranks."""
-        self._step = Agreed(max_tokens, decode_only)
+        self._step, self._verified = Agreed(max_tokens, decode_only), self.depth
         policy = self.policy
         self._max_next, room, self._num_held = columns[:, :NEED].max(axis=0).tolist()
         if not self._max_next:
@@ -134,10 +147,11 @@ class Speculator:
         else:
             self.depth = policy.pass_by()
         if self._max_next:
+            # What nobody has room for is not run, but that prompts are kept up with.
+            self.depth = min(self.depth, room if decode_only else max(room, 1))
             self._depths[self.depth] += 1
             if self.depth:
                 self._recent.append((self.depth, self._max_next))
-            self.depth = min(self.depth, max(room, 1))  # what nobody has room for is not run
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
 
     # -- the step ------------------------------------------------------------------------------
@@ -155,8 +169,8 @@ class Speculator:
         plan's sequences are gone. What it raises, peers may wait for."""
         self.last_seconds = 0.0
         if not self.depth:
-            if isinstance(self.drafter, MtpDrafter) and self.policy.holds:
-                self.drafter.hold(self._asks(plan, hidden, result)[0])
+            if isinstance(self.drafter, MtpDrafter) and result is not None:
+                self._pass_over(self.drafter, plan, hidden, result)
             return
         start = time.perf_counter()
         verdicts = {} if result is None else result.verdicts
@@ -199,14 +213,16 @@ class Speculator:
 
     def timed(self, seconds: float) -> None:
         """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
-        if self._step.decode_only and (self.depth or self.policy.holds):
-            # Long before a trial there is nothing to compare with, and round 0 with what a pause
-            # has left tells little about others.
-            few = self._num_held <= self._step.max_tokens
-            rounds = self.depth if self.last_seconds and few else 0
-            self.costs.add(
-                self._step.max_tokens, seconds - self.last_seconds, rounds, self.last_seconds
-            )
+        self._mixed = 0 if self._step.decode_only else self._mixed + 1
+        if 0 < self._mixed <= MIXED or not (self.depth or self.policy.holds):
+            return  # long before a trial there is nothing to compare with
+        # Round 0 with what a pause has left tells little about others.
+        few = self._num_held <= self._step.max_tokens
+        rounds = self.depth if self.last_seconds and few else 0
+        rows = self._step.max_tokens
+        if self._mixed:  # some rank always has a prompt: what do drafts add to such steps?
+            rows = max(self._max_next, 1) * (1 + self._verified)
+        self.costs.add(rows, seconds - self.last_seconds, rounds, self.last_seconds)
 
     def failed(self, error: Exception) -> None:
         """Drafting failed on this rank, where no peer waits for it: its drafts are lost."""
@@ -258,6 +274,17 @@ class Speculator:
         return total / len(steps)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _pass_over(
+        self, drafter: MtpDrafter, plan: StepPlan, hidden: Tensor, result: StepResult
+    ) -> None:
+        """A step without drafts: what it computed is kept for the next that drafts, or is lost."""
+        if self.policy.holds:
+            drafter.hold(self._asks(plan, hidden, result)[0])
+            return
+        drafter.drop_held()
+        for sequence, start in zip(plan.sequences, plan.starts, strict=True):
+            drafter.skip(sequence, start)
 
     def _count_held(self, plan: StepPlan) -> int:
         """Rows that a pause has left, of the plan's sequences: they come into round 0, which may be
