@@ -237,5 +237,5 @@ def test_what_was_typed_becomes_a_load(tmp_path: Path) -> None:
     timed = Ask("x", rate=2.0, seconds=3.0).load()
     assert timed.open_loop and timed.requests is None
     with pytest.raises(ConfigError) as error:
-        Ask("x", rate=-1.0, input_tokens="?", json=tmp_path / "no" / "x.json").load()
+        Ask("x", rate=-1.0, input_tokens="?", out=tmp_path / "no" / "x.json").load()
     assert len(error.value.problems) == 3  # all at once

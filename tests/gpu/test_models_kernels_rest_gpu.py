@@ -39,6 +39,7 @@ from models.deepseek.kernels.gpu.mla_plan import plan_decode
 from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import pack_rows_twin, read_rows_twin
 from models.deepseek.kernels.gpu.quant import quantise
+from models.deepseek.kernels.gpu.row_owners import row_owners, row_owners_twin
 from models.deepseek.kernels.gpu.scatter_rows import scatter_rows, scatter_rows_twin
 
 ON_GPU = torch.cuda.is_available()
@@ -175,3 +176,13 @@ def test_deep_gemm_multiplies_as_ours_does() -> None:
     for expert, count in enumerate(counts.tolist()):
         near, far = mine[expert, :count].float(), other[expert, :count].float()
         assert ((near - far).abs() <= 2**-6 * ours.float().abs().max()).all()
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+def test_owners_of_rows(alignment: int) -> None:
+    ends = torch.tensor([3, 3, 300, 641], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 128, 256, 600], dtype=torch.int32, device=DEVICE)
+    for begins in (None, starts):
+        found = row_owners(1300, ends, alignment, begins)
+        cpu = None if begins is None else begins.cpu()
+        assert found.tolist() == row_owners_twin(1300, ends.cpu(), alignment, cpu).tolist()
