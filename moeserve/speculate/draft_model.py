@@ -18,8 +18,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from models.interface import CausalLM
+from models.interface import CausalLM, ForwardBatch
 from moeserve.cache import BlockCache, Lease
 from moeserve.errors import one_line
 from moeserve.sequence import Sequence
@@ -125,29 +126,19 @@ class DraftModelDrafter:
         """All rounds without waiting for one (`rounds_ahead`)."""
         size = self._pages.block_size
         rounds = RoundsAhead(rows, asks, depth, size, self._device, pick)
-        for number in range(depth):
-            batch = rounds.batch(number)
+
+        def forward(number: int, batch: ForwardBatch) -> Tensor | None:
             if not batch.num_tokens and not self.collective:
-                break
-            out = self._model.forward(batch, self._pages)
-            try:
-                rounds.pick(number, out.logits)
-            except Exception as error:  # peers are in the next round: so must this rank be
-                self.failure = one_line(error)
-                rounds.stop()
-        chains: list[list[int]] = []
-        if self.failure is None:
-            try:
-                chains = rounds.chains()
-            except Exception as error:  # no peer waits for it
-                self.failure = one_line(error)
-        if self.failure is not None:
-            return [DraftTree()] * len(asks)
-        for ask, tokens in zip(asks, chains, strict=True):
+                return None
+            return self._model.forward(batch, self._pages).logits
+
+        found = rounds.run(forward)
+        self.failure = rounds.failure
+        for ask, tokens in zip(asks, found, strict=True):
             if tokens:  # the last draft that may be was not computed
                 ran = tokens[: min(ask.most, depth) - 1]
                 self._known[ask.sequence.request_id].tokens += ran
-        return [chain(tokens) for tokens in chains]
+        return [chain(tokens) for tokens in found]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Seen in the tokens when it is asked next."""

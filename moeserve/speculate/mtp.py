@@ -147,22 +147,19 @@ class MtpDrafter:
         """All rounds without waiting for one."""
         size, device = self._cache.block_size, self._pages.device
         rounds = RoundsAhead(rows, asks, depth, size, device, pick)
-        for number in range(depth):
-            batch = rounds.batch(number)
+
+        def forward(number: int, batch: ForwardBatch) -> Tensor:
+            nonlocal hidden
+            if number:
+                hidden = rounds.carried(number - 1, hidden)
             self._begin_round(number, batch.num_tokens)
             out = self._model.draft(batch, hidden, batch.token_ids, self._cache)
-            try:
-                rounds.pick(number, out.logits)
-            except Exception as error:  # peers are in the next round: so must this rank be
-                self.failure = one_line(error)
-                rounds.stop()
-            hidden = rounds.carried(number, out.hidden)
-        if self.failure is None:
-            try:
-                return [chain(tokens) for tokens in rounds.chains()]
-            except Exception as error:  # no peer waits for it
-                self.failure = one_line(error)
-        return [DraftTree()] * len(asks)
+            hidden = out.hidden
+            return out.logits
+
+        found = rounds.run(forward)
+        self.failure = rounds.failure
+        return [chain(tokens) for tokens in found]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Nothing to undo: rows of drafts are behind the end."""

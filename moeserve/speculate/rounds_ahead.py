@@ -26,6 +26,7 @@ from torch import Tensor
 
 from models.crossing import EDGE, brought, sent_all
 from models.interface import ForwardBatch
+from moeserve.errors import one_line
 from moeserve.row_draws import RowDraws, draw_parts
 from moeserve.sequence import SamplingNeeds
 from moeserve.speculate.draft_rounds import RoundRows, tensors_of, there
@@ -82,7 +83,7 @@ def _wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
 
 
 class RoundsAhead:
-    """The rounds of a step. `batch` and `pick` of round 0, then of round 1, ...; then `chains`."""
+    """The rounds of a step: `run`. failure: why this rank drafted nothing, None where it did."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class RoundsAhead:
         pick: Pick,
     ) -> None:
         """rows: of round 0. size: of a block."""
+        self.failure: str | None = None
         self._pick, self._given = pick, asks
         most = {i: min(asks[i].most, depth) for i in rows.asks}
         wanted = [place for place, wants in enumerate(rows.wanted) if wants]
@@ -125,7 +127,35 @@ class RoundsAhead:
         self._behind, self._there = behind, _Behind(*of_behind)
         self._draws = RowDraws.of(draws, self._outs[0]) if is_random else None
 
-    def batch(self, number: int) -> ForwardBatch:
+    def run(self, forward: Callable[[int, ForwardBatch], Tensor | None]) -> list[list[int]]:
+        """forward: a round's number and rows -> logits, or None: no more rounds. The drafts of each
+        ask; none where tokens could not be chosen on this rank, whose rounds go on without rows."""
+        for number in range(len(self._counts)):
+            logits = forward(number, self._batch(number))
+            if logits is None:
+                break
+            try:
+                self._choose(number, logits)
+            except Exception as error:  # peers are in the next round: so must this rank be
+                self.failure = one_line(error)
+                self._counts = [0] * len(self._counts)
+        if self.failure is None:
+            try:
+                return self._chains()
+            except Exception as error:  # no peer waits for it
+                self.failure = one_line(error)
+        return [[] for _ in self._given]
+
+    def carried(self, number: int, hidden: Tensor) -> Tensor:
+        """hidden [T, D] of round `number` -> [k, D] of the next one's rows."""
+        k = self._counts[number + 1] if number + 1 < len(self._counts) else 0
+        if number == 0:
+            return hidden.index_select(0, self._first.logits_rows[:k])
+        return hidden[:k]
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _batch(self, number: int) -> ForwardBatch:
         """Of round `number`: no rows make one of T = S = 0."""
         if number == 0:
             return self._first
@@ -143,7 +173,7 @@ class RoundsAhead:
             host=None if made.positions.device.type == "cpu" else host,
         )
 
-    def pick(self, number: int, logits: Tensor) -> None:
+    def _choose(self, number: int, logits: Tensor) -> None:
         """logits [k, V] of round `number`, whose tokens are chosen."""
         k = self._counts[number]
         if not k:
@@ -155,18 +185,7 @@ class RoundsAhead:
         self._tokens.append(tokens)
         self._failed.append(failed)
 
-    def carried(self, number: int, hidden: Tensor) -> Tensor:
-        """hidden [T, D] of round `number` -> [k, D] of the next one's rows."""
-        k = self._counts[number + 1] if number + 1 < len(self._counts) else 0
-        if number == 0:
-            return hidden.index_select(0, self._first.logits_rows[:k])
-        return hidden[:k]
-
-    def stop(self) -> None:
-        """No rows follow: a round's tokens could not be chosen on this rank alone."""
-        self._counts = [0] * len(self._counts)
-
-    def chains(self) -> list[list[int]]:
+    def _chains(self) -> list[list[int]]:
         """Of each ask: what it drafted. The one time that the host waits."""
         found: list[list[int]] = [[] for _ in self._given]
         host = [x.tolist() for x in brought([*self._tokens, *self._failed])]
