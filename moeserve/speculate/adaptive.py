@@ -40,7 +40,7 @@ from moeserve.speculate.cost_model import Costs
 
 MILLIONTHS = 1_000_000  # expected tokens travel in these
 MARGIN = 1.03
-WORTH = 1.06
+WORTH = 1.06  # of the speed without drafts: a trial that gets there has paid
 LEAST = 1.01  # as estimates shake: who is that near to no drafts may stay
 HOLD = 8
 PROBE, TRIAL = 256, 16

@@ -212,7 +212,8 @@ class Speculator:
         self.drafter.propose([], 2, 0)
 
     def timed(self, seconds: float) -> None:
-        """seconds: the whole step's, drafting included. Tells costs where all ranks decoded."""
+        """seconds: the whole step's, drafting included. Tells costs of steps in which all ranks
+        decoded; where such do not come, of any."""
         self._mixed = 0 if self._step.decode_only else self._mixed + 1
         if 0 < self._mixed <= MIXED or not (self.depth or self.policy.holds):
             return  # long before a trial there is nothing to compare with
