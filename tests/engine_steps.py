@@ -1,4 +1,4 @@
-"""An engine of a group of ranks stepped to its end, as every test over ranks does it."""
+"""An engine stepped to its end: of a group of ranks, as every test over ranks does it, or alone."""
 
 from __future__ import annotations
 
@@ -20,4 +20,15 @@ def steps_until_all_stop(
             engine.add_request(waiting.pop(0))
         if not waiting and not engine._stop_asked:
             engine.request_stop()
+        yield engine.step()
+
+
+def steps_until_idle(
+    engine: Engine, requests: Seq[Request], together: bool = True
+) -> Iterator[list[TokenOutput]]:
+    """The same of one rank, which is not asked to stop: it may be asked for more."""
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        while waiting and (together or not engine.has_work):
+            engine.add_request(waiting.pop(0))
         yield engine.step()

@@ -4,28 +4,20 @@ prefill, halves, trees of drafts."""
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
+from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, move
+from walked_model import batch, both_modes, walking
 
 from dispatch.base import CombineForm, Layout, Received, ScaleFormat
-from dispatch.local import LocalDispatcher
-from ep.group import EPGroup
 from models.deepseek.experts import run_experts
-from models.deepseek.kernels.gpu.launches import uncovered
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
-from models.deepseek.kernels.gpu.registry import all_cases
-from models.deepseek.load import load_model
 from models.deepseek.model import DeepSeekModel
-from models.deepseek.random_checkpoint import write_random_checkpoint
-from models.deepseek.random_families import family_config
-from models.interface import ForwardBatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
 SLOTS, HIDDEN, WIDTH, PICKS = 4, 512, 256, 2
@@ -33,11 +25,8 @@ SLOTS, HIDDEN, WIDTH, PICKS = 4, 512, 256, 2
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    with warnings.catch_warnings(), fake_cuda() as walked, torch.inference_mode():
-        warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
+    with walking() as walked:
         yield walked
-        assert uncovered(walked.launches, all_cases()) == []
-        assert {d for launch in walked.launches for d in launch.devices} <= {"cuda:0"}
 
 
 def received(layout: Layout, rows: int, scale_format: ScaleFormat, aligned: bool) -> Received:
@@ -94,38 +83,7 @@ def test_rows_as_they_arrive(fake: FakeCuda, layout: Layout, aligned: bool, fp8:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, DeepSeekModel]:
-    """By deterministic. Each is moved once."""
-    folder = tmp_path_factory.mktemp("v3")
-    config = family_config("v3", num_hidden_layers=2)
-    write_random_checkpoint(folder, config, tokenizer=False, fp8="fp32")
-    group = EPGroup.single()
-
-    def load(deterministic: bool) -> DeepSeekModel:
-        return load_model(
-            folder,
-            dtype=torch.bfloat16,
-            kernels=UnlaunchedKernels(torch.device("cpu")),
-            group=group,
-            dispatcher_factory=lambda config: LocalDispatcher(group, config),
-            deterministic=deterministic,
-        )
-
-    return {True: load(True), False: load(False)}
-
-
-def batch(counts: list[int], context: int = 200) -> ForwardBatch:
-    rows, num = sum(counts), len(counts)
-    return ForwardBatch(
-        token_ids=torch.zeros(rows, dtype=torch.int64, device=CUDA),
-        positions=torch.zeros(rows, dtype=torch.int64, device=CUDA),
-        slot_mapping=torch.zeros(rows, dtype=torch.int64, device=CUDA),
-        query_start=torch.zeros(num + 1, dtype=torch.int32, device=CUDA),
-        context_len=torch.zeros(num, dtype=torch.int32, device=CUDA),
-        block_tables=torch.zeros(num, -(-context // 16), dtype=torch.int32, device=CUDA),
-        logits_rows=torch.zeros(num, dtype=torch.int64, device=CUDA),
-        max_query_len=max(counts, default=0),
-        max_context_len=context if counts else 0,
-    )
+    return both_modes(tmp_path_factory.mktemp("v3"))
 
 
 def test_halves_trees_long_contexts_and_drafts(

@@ -4,74 +4,30 @@ ahead of time, and nothing is waited for."""
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
+from fake_cuda import CUDA, FakeCuda, move
+from walked_model import batch, both_modes, walking
 
-from dispatch.local import LocalDispatcher
-from ep.group import EPGroup
-from models.deepseek.kernels.gpu.launches import uncovered
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
-from models.deepseek.kernels.gpu.registry import all_cases
-from models.deepseek.load import load_model
 from models.deepseek.model import DeepSeekModel
-from models.deepseek.random_checkpoint import write_random_checkpoint
-from models.deepseek.random_families import family_config
-from models.interface import ForwardBatch, copy_latents
+from models.interface import copy_latents
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
 
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    with warnings.catch_warnings(), fake_cuda() as walked, torch.inference_mode():
-        warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
+    with walking() as walked:
         yield walked
-        assert uncovered(walked.launches, all_cases()) == []
-
-
-def batch(counts: list[int], context: int) -> ForwardBatch:
-    rows, num = sum(counts), len(counts)
-    one: dict[str, Any] = {"dtype": torch.int64, "device": CUDA}
-    small: dict[str, Any] = {"dtype": torch.int32, "device": CUDA}
-    return ForwardBatch(
-        token_ids=torch.zeros(rows, **one),
-        positions=torch.zeros(rows, **one),
-        slot_mapping=torch.zeros(rows, **one),
-        query_start=torch.zeros(num + 1, **small),
-        context_len=torch.zeros(num, **small),
-        block_tables=torch.zeros(num, -(-context // 16), **small),
-        logits_rows=torch.zeros(num, **one),
-        max_query_len=max(counts, default=0),
-        max_context_len=context,
-    )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, DeepSeekModel]:
-    """By deterministic."""
-    config = family_config("v3", num_hidden_layers=2)
-    folder = tmp_path_factory.mktemp("v3")
-    write_random_checkpoint(folder, config, tokenizer=False, fp8="fp32")
-    group = EPGroup.single()
-
-    def load(deterministic: bool) -> DeepSeekModel:
-        return load_model(
-            folder,
-            dtype=torch.bfloat16,
-            kernels=UnlaunchedKernels(torch.device("cpu")),
-            group=group,
-            dispatcher_factory=lambda config: LocalDispatcher(group, config),
-            deterministic=deterministic,
-            fp8_cache=True,
-        )
-
-    return {True: load(True), False: load(False)}
+    return both_modes(tmp_path_factory.mktemp("v3"), fp8_cache=True)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

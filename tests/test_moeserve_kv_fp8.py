@@ -5,13 +5,13 @@ room, what it says and refuses."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_steps import steps_until_idle
 
 from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
@@ -38,12 +38,7 @@ BUNDLED = Path(__file__).parents[1] / "checkpoints" / "tiny"
 LENGTH = 96
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass
@@ -110,11 +105,9 @@ def serve(
         assert planned is not None
         speculator = open_speculator(planned, runner, scheduler, 0)
     engine = Engine(runner, scheduler, EPGroup.single(), speculator=speculator)
-    ran, waiting = Ran(), list(asked)
-    while waiting or engine.has_work:
-        while waiting and (together or not engine.has_work):
-            engine.add_request(waiting.pop(0))
-        for output in engine.step():
+    ran = Ran()
+    for outputs in steps_until_idle(engine, asked, together):
+        for output in outputs:
             assert output.error is None, output.error
             ran.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             ran.logprobs.setdefault(output.request_id, []).extend(output.logprobs)

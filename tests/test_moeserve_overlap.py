@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ep.group import EPGroup
 from moeserve.build import build_engine
@@ -22,12 +20,7 @@ from moeserve.request import Request, SamplingParams
 TINY = Path(__file__).parents[1] / "checkpoints" / "tiny"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- the decision -------------------------------------------------------------------------------

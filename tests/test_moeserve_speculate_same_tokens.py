@@ -8,7 +8,7 @@ several ranks: tests/dist/test_speculate_dist.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,7 @@ BUNDLED = Path(__file__).parents[1] / "checkpoints" / "tiny"
 LENGTH = 96
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- runs -----------------------------------------------------------------------------------------

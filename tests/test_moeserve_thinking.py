@@ -7,7 +7,6 @@ Several ranks: tests/dist/test_thinking_dist.py. HTTP: tests/test_moeserve_serve
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,7 @@ ONE = ThinkingMarkers((1,), (2,), ((3,),))
 SPELLED = ThinkingMarkers((1, 4), (4, 4, 5), ((3,),))  # its beginning may begin within itself
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def asked(prompt: tuple[int, ...], most: int | None, markers: Any = ONE, **params: Any) -> Request:

@@ -8,7 +8,7 @@ redundant experts. The same over several ranks: tests/dist/test_same_tokens_dist
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from engine_steps import steps_until_idle
 
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
@@ -33,12 +34,7 @@ DTYPES = ("float32", "bfloat16")
 LENGTH = 128
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass
@@ -100,11 +96,8 @@ def serve(
         ModelRunner(model, pages, cache.tables), Scheduler(cache, limits), EPGroup.single()
     )
     ran = Ran()
-    waiting = list(asked)
-    while waiting or engine.has_work:
-        while waiting and (together or not engine.has_work):
-            engine.add_request(waiting.pop(0))
-        for output in engine.step():
+    for outputs in steps_until_idle(engine, asked, together):
+        for output in outputs:
             assert output.error is None
             name = output.request_id
             ran.tokens.setdefault(name, []).extend(output.token_ids)
