@@ -217,7 +217,9 @@ def _drafter(
 
         if isinstance(plan.heads, EagleHead):
             return EagleDrafter(plan.heads, weights.embed, logits_of, depth, plan.nodes, rule=rule)
-        return MedusaDrafter(plan.heads[:depth], plan.nodes, rule=rule, logits_of=logits_of)
+        return MedusaDrafter(
+            plan.heads[:depth], plan.nodes, rule=rule, logits_of=logits_of, device=model.device
+        )
     if plan.wish.name == "ngram":
         return NgramDrafter(model.config.vocab_size, depth)
     layer = model.config.num_hidden_layers

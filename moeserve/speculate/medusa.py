@@ -6,6 +6,8 @@ target's head predicts the next. No KV, one round, not collective. Published nam
 "medusa_head." in front: `{i}.{l}.linear.weight`, `{i}.{l}.linear.bias`, `{i}.{L}.weight`; without
 the last where config.json says `original_lm_head`: all heads share the target's projection then.
 
+On a GPU the drafts of all heads are chosen there: the host waits for all of them together.
+
 Knows: heads, hidden states. Knows nothing of the target's layers.
 
 Shape letters: H heads, L blocks a head, A rows, D hidden, V vocabulary.
@@ -21,12 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models.crossing import brought, sent
 from moeserve.continuation import Continuation
 from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
+from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.head_file import HeadFile
+from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
+from moeserve.speculate.rounds_ahead import Pick, Picker
 from moeserve.speculate.tree import DraftTree, chain, product_tree
 from moeserve.speculate.verify import Rule
 
@@ -45,6 +51,20 @@ class MedusaHead:
     def tensors(self) -> list[Tensor]:
         found = [x for pair in self.blocks for x in pair]
         return found if self.out is None else [*found, self.out]
+
+    def to(self, device: torch.device) -> MedusaHead:
+        blocks = tuple((weight.to(device), bias.to(device)) for weight, bias in self.blocks)
+        return MedusaHead(blocks, None if self.out is None else self.out.to(device))
+
+    def logits(self, hidden: Tensor, logits_of: Logits | None = None) -> Tensor:
+        """hidden [A, D] -> [A, V] fp32. logits_of: the target's, for heads that share it."""
+        x = hidden if not self.tensors else hidden.to(self.tensors[0].dtype)
+        for weight, bias in self.blocks:
+            x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, weight, bias))
+        if self.out is not None:
+            return torch.nn.functional.linear(x, self.out).float()
+        assert logits_of is not None, "heads without a projection want the target's"
+        return logits_of(x)
 
 
 def load_medusa(file: HeadFile, hidden_size: int, vocab_size: int) -> tuple[MedusaHead, ...]:
@@ -75,18 +95,8 @@ def read_medusa(folder: str | Path, hidden_size: int, vocab_size: int) -> tuple[
 def medusa_logits(
     heads: Seq[MedusaHead], hidden: Tensor, logits_of: Logits | None = None
 ) -> Tensor:
-    """hidden [A, D] -> [H, A, V] fp32. logits_of: the target's, for heads that share it."""
-    out = []
-    for head in heads:
-        x = hidden.to(head.tensors[0].dtype) if head.tensors else hidden
-        for weight, bias in head.blocks:
-            x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, weight, bias))
-        if head.out is not None:
-            out.append(torch.nn.functional.linear(x, head.out).float())
-        else:
-            assert logits_of is not None, "heads without a projection want the target's"
-            out.append(logits_of(x))
-    return torch.stack(out)
+    """hidden [A, D] -> [H, A, V] fp32: `MedusaHead.logits` of each."""
+    return torch.stack([head.logits(hidden, logits_of) for head in heads])
 
 
 def medusa_logits_slowly(heads: Seq[MedusaHead], hidden: Tensor) -> Tensor:
@@ -105,7 +115,7 @@ def medusa_logits_slowly(heads: Seq[MedusaHead], hidden: Tensor) -> Tensor:
 
 class MedusaDrafter:
     """max_nodes above the number of heads: trees of the best products, `width` tokens a depth.
-    logits_of: see `medusa_logits`."""
+    logits_of: see `MedusaHead.logits`."""
 
     name = "medusa"
     collective = False
@@ -119,9 +129,14 @@ class MedusaDrafter:
         rule: Rule = Rule.SAME,
         width: int = 8,
         logits_of: Logits | None = None,
+        device: torch.device | None = None,
+        pick: Pick | None = None,
     ) -> None:
-        self._heads, self._rule, self._width = tuple(heads), rule, width
-        self._logits_of = logits_of
+        """device: where hidden states are, None: CPU. pick: see `Picker`."""
+        device = torch.device("cpu") if device is None else device
+        self._heads, self._rule, self._width = tuple(h.to(device) for h in heads), rule, width
+        self._logits_of, self._device = logits_of, device
+        self._picker = Picker(rule, device, pick)
         self.max_depth = len(self._heads)
         self.max_nodes = max_nodes or self.max_depth
 
@@ -130,38 +145,66 @@ class MedusaDrafter:
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
     ) -> list[DraftTree]:
         """See Drafter. The last row of each ask's hidden states is all that counts."""
-        trees = [DraftTree()] * len(asks)
         depth = min(depth, self.max_depth)
         able = [
             i for i, a in enumerate(asks) if a.most > 0 and a.hidden is not None and len(a.hidden)
         ]
         if not able or depth <= 0:
-            return trees
-        rows = torch.stack([hidden[-1] for i in able if (hidden := asks[i].hidden) is not None])
+            return [DraftTree()] * len(asks)
         with one_thread():
-            logits = medusa_logits(self._heads[:depth], rows, self._logits_of)
-        if self.max_nodes > self.max_depth:
-            best = torch.softmax(logits, dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
-            values, ids = best.values.tolist(), best.indices.tolist()
-            for row, i in enumerate(able):
-                tops = [list(zip(ids[d][row], values[d][row], strict=True)) for d in range(depth)]
-                trees[i] = product_tree(tops, min(asks[i].most, self.max_nodes))
-            return trees
-        tokens: list[list[int]] = [[] for _ in able]
-        probs: list[list[Doubles]] = [[] for _ in able]
+            if self.max_nodes > self.max_depth:
+                return self._trees(asks, able, depth)
+            pick = self._picker.takes(asks)
+            if pick is not None:
+                return self._chains_ahead(asks, able, depth, pick)
+            return self._chains(asks, able, depth)
+
+    def _trees(self, asks: Seq[DraftAsk], able: Seq[int], depth: int) -> list[DraftTree]:
+        """Their best tokens are chosen where they are, and brought over once."""
+        rows = _last_rows(asks, able)
+        best: list[Tensor] = []
+        for head in self._heads[:depth]:
+            chances = torch.softmax(head.logits(rows, self._logits_of), dim=-1)
+            best += likeliest(chances, self._width)
+        told = [x.tolist() for x in brought(best)]
+        values, ids = told[::2], told[1::2]
+        trees = [DraftTree()] * len(asks)
+        for row, i in enumerate(able):
+            tops = [list(zip(ids[d][row], values[d][row], strict=True)) for d in range(depth)]
+            trees[i] = product_tree(tops, min(asks[i].most, self.max_nodes))
+        return trees
+
+    def _chains_ahead(
+        self, asks: Seq[DraftAsk], able: Seq[int], depth: int, pick: Pick
+    ) -> list[DraftTree]:
+        """No head's choice is waited for but the last one's."""
+        chains = ChainsAhead(asks, able, depth, self._device, pick)
+        rows = _last_rows(asks, chains.order)
+        for head, k in zip(self._heads, chains.counts, strict=False):
+            if k:
+                chains.choose(head.logits(rows[:k], self._logits_of))
+        return chains.trees(brought(chains.tensors))
+
+    def _chains(self, asks: Seq[DraftAsk], able: Seq[int], depth: int) -> list[DraftTree]:
+        """The host chooses, depth by depth."""
+        logits = medusa_logits(self._heads[:depth], _last_rows(asks, able), self._logits_of)
+        tokens: dict[int, list[int]] = {i: [] for i in able}
+        probs: dict[int, list[Doubles]] = {i: [] for i in able}
         for d in range(depth):
-            going = [r for r, i in enumerate(able) if len(tokens[r]) == d and d < asks[i].most]
+            going = [r for r, i in enumerate(able) if len(tokens[i]) == d and d < asks[i].most]
             if not going:
                 break
-            after = [Continuation(asks[able[r]].sequence, tuple(tokens[r])) for r in going]
-            found, dists = choose_drafts(logits[d][going], after, self._rule)
-            for r, token, q in zip(going, found, dists, strict=True):
+            after = [Continuation(asks[i].sequence, tuple(tokens[i])) for i in _of(able, going)]
+            rows = sent(torch.tensor(going), self._device)
+            found, dists = choose_drafts(logits[d].index_select(0, rows), after, self._rule)
+            for i, token, q in zip(_of(able, going), found, dists, strict=True):
                 if token is not None:
-                    tokens[r].append(token)
+                    tokens[i].append(token)
                     if q is not None:
-                        probs[r].append(q)
-        for r, i in enumerate(able):
-            trees[i] = chain(tokens[r], probs[r] or None)
+                        probs[i].append(q)
+        trees = [DraftTree()] * len(asks)
+        for i in able:
+            trees[i] = chain(tokens[i], probs[i] or None)
         return trees
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
@@ -172,3 +215,12 @@ class MedusaDrafter:
 
     def memory_bytes(self) -> int:
         return sum(x.nbytes for head in self._heads for x in head.tensors)
+
+
+def _last_rows(asks: Seq[DraftAsk], of: Seq[int]) -> Tensor:
+    """[A, D] of these asks."""
+    return torch.stack([hidden[-1] for i in of if (hidden := asks[i].hidden) is not None])
+
+
+def _of(able: Seq[int], places: Seq[int]) -> list[int]:
+    return [able[place] for place in places]
