@@ -3,20 +3,28 @@ included; the host waits once."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import CUDA
 from speculate_world import pick_there
 from torch import Tensor
+from walked_model import walking
 
 from models import crossing
 from moeserve.request import Request, SamplingParams
 from moeserve.sequence import Sequence
-from moeserve.speculate import medusa
+from moeserve.speculate import eagle_drafter, medusa
 from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.eagle import EagleHead, EagleLayer
+from moeserve.speculate.eagle_drafter import EagleDrafter
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.medusa import MedusaDrafter, MedusaHead
+from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
 
 D, V = 12, 40
@@ -35,7 +43,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(parts))
         return crossing.brought(parts)
 
-    monkeypatch.setattr(medusa, "brought", counted)
+    for home in (medusa, eagle_drafter):
+        monkeypatch.setattr(home, "brought", counted)
     return found
 
 
@@ -144,3 +153,193 @@ def test_medusas_trees_are_brought_once(nodes: int, width: int, looks: list[int]
             assert [t.num_nodes for t in want] == [
                 0 if ask.hidden is None else min(ask.most, nodes, full) for ask in members
             ]
+
+
+# -- EAGLE ----------------------------------------------------------------------------------------
+
+
+def eagle_head(layers: int = 1) -> EagleHead:
+    def made(*shape: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(sum(shape) + 100 * seed)
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    parts = [
+        EagleLayer(
+            None, made(16, D, seed=i), made(8, D, seed=i + 1), made(8, D, seed=i + 2),
+            made(D, 16, seed=i + 3), 1 + made(D, seed=i), made(20, D, seed=i + 4),
+            made(20, D, seed=i + 5), made(D, 20, seed=i + 6),
+        )
+        for i in range(layers)
+    ]  # fmt: skip
+    return EagleHead(made(D, 2 * D, seed=9), None, None, tuple(parts), 4, 4, 500.0, 1e-5)
+
+
+def coarse(features: Tensor) -> Tensor:
+    """Logits of a few values: equal ones in each row."""
+    out = whole(V, D, seed=77)
+    return (features.float() @ out.T).round().clamp(-3, 3)
+
+
+def eagles(**settings: Any) -> tuple[EagleDrafter, EagleDrafter]:
+    """On the host, there."""
+    head, embed = eagle_head(), whole(V, D, seed=3)
+    return (
+        EagleDrafter(head, embed, coarse, **settings),
+        EagleDrafter(head, embed, coarse, **settings, pick=pick_there),
+    )
+
+
+def eagle_asks(seed: int, kinds: Any = KINDS) -> list[DraftAsk]:
+    """Prompts of unlike lengths, some behind a prefix that is not known."""
+    made = []
+    for i, most in enumerate(MOST):
+        one = sequence(i, 3 + 2 * i, **kinds[i % len(kinds)])
+        first = i % 3
+        generator = torch.Generator().manual_seed(10 * seed + i)
+        hidden = torch.randn(one.num_tokens - 1 - first, D, generator=generator)
+        made.append(DraftAsk(one, most, first, None if i == 5 else hidden))
+    return made
+
+
+def go_on(asks: list[DraftAsk], trees: list[DraftTree], seed: int) -> list[DraftAsk]:
+    """A step later: a part of the first path was accepted, and a token of the target's own."""
+    made = []
+    for i, (ask, tree) in enumerate(zip(asks, trees, strict=True)):
+        one, before = ask.sequence, ask.sequence.num_tokens - 1
+        for token in [*tree.paths[-1][: (seed + i) % 3], 5]:
+            one.append(token)
+        generator = torch.Generator().manual_seed(99 + 10 * seed + i)
+        hidden = torch.randn(one.num_tokens - 1 - before, D, generator=generator)
+        made.append(DraftAsk(one, MOST[(seed + i) % len(MOST)], before, hidden))
+    return made
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chains": {"max_depth": 4},
+    "narrow": {"max_depth": 4, "max_nodes": 6, "width": 2},
+    "wide": {"max_depth": 3, "max_nodes": 40, "width": 5},
+    "level": {"max_depth": 1, "max_nodes": 4, "width": 4},
+    "wider than the vocabulary": {"max_depth": 3, "max_nodes": 90, "width": V + 3},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_eagles_drafts_are_those_of_the_host(kind: str, looks: list[int]) -> None:
+    """Steps in which parts of them are accepted; some sequences have no room, some end."""
+    settings = SETTINGS[kind]
+    sizes = set()
+    for depth in {settings["max_depth"], 2, 1}:
+        host, there = eagles(**settings)
+        ours, theirs = eagle_asks(depth), eagle_asks(depth)
+        for step in range(3):
+            want = host.propose(ours, depth)
+            assert not looks
+            assert there.propose(theirs, depth) == want
+            assert len(looks) == 1
+            looks.clear()
+            sizes |= {tree.num_nodes for tree in want}
+            ours, theirs = go_on(ours, want, step), go_on(theirs, want, step)
+            for drafter, members in ((host, ours), (there, theirs)):
+                for ask in members:
+                    drafter.settle(ask.sequence, 0, 0)
+                drafter.forget([members.pop(step).sequence.request_id])
+    assert 0 in sizes and len(sizes) > 2 - (kind == "level")
+
+
+def test_eagles_trees_hold_nothing_of_drafts_and_may_branch_anywhere(looks: list[int]) -> None:
+    _, there = eagles(max_depth=4, max_nodes=30, width=4)
+    members = eagle_asks(3)
+    trees = there.propose(members, 4)
+    ends = [there._known[a.sequence.request_id].end for a in members if a.hidden is not None]
+    assert ends == [a.sequence.num_tokens - 1 for a in members if a.hidden is not None]
+    assert there.propose([], 4) == [] and there.propose(members[5:6], 4)[0].num_nodes == 0
+    assert len(looks) == 1
+    whole_tree = there.propose([DraftAsk(members[0].sequence, 30, 2)], 4)
+    assert whole_tree[0].num_nodes == 0  # nothing was computed of it
+    assert any(not tree.is_chain for tree in trees)
+
+
+def test_eagle_says_what_wants_the_host(
+    looks: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = (GREEDY, {"frequency_penalty": 0.5}, RANDOM)
+    host, there = eagles(max_depth=3)
+    for seed in range(2):
+        assert there.propose(eagle_asks(seed, kinds), 3) == host.propose(eagle_asks(seed, kinds), 3)
+    assert not looks and capsys.readouterr().err.count("penalties, biases") == 1
+    host, there = eagles(max_depth=3, max_nodes=9)  # trees ask for nothing of the sort
+    assert there.propose(eagle_asks(1, kinds), 3) == host.propose(eagle_asks(1, kinds), 3)
+    assert len(looks) == 1 and not capsys.readouterr().err
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+WIDE = 128
+
+
+def cuda_drafter(kind: str, nodes: int | None, rule: Rule) -> Any:
+    """Weights are on the CPU until the drafter is made."""
+    if kind == "medusa":
+        blocks = ((torch.zeros(WIDE, WIDE), torch.zeros(WIDE)),)
+        heads = [MedusaHead(blocks, torch.zeros(2 * WIDE, WIDE)) for _ in range(4)]
+        return MedusaDrafter(heads, nodes, rule, device=CUDA)
+    layer = EagleLayer(
+        None, *(torch.zeros(WIDE, WIDE) for _ in range(4)), torch.zeros(WIDE),
+        *(torch.zeros(WIDE, WIDE) for _ in range(3)),
+    )  # fmt: skip
+    head = EagleHead(torch.zeros(WIDE, 2 * WIDE), None, None, (layer,), 2, 64, 1e4, 1e-5)
+    embed, out = (torch.zeros(2 * WIDE, WIDE, device=CUDA) for _ in range(2))
+    return EagleDrafter(
+        head, embed, lambda x: torch.nn.functional.linear(x, out), 4, nodes, rule=rule
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("nodes", [None, 12])
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_device_is_waited_for_once(
+    kind: str, nodes: int | None, rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = KINDS if rule is Rule.SAME or nodes else (GREEDY,)
+    home: Any = medusa if kind == "medusa" else eagle_drafter
+
+    def told(parts: Any) -> Any:
+        """Instead of zeros, which no tree may have as siblings."""
+        crossing.brought(parts)
+        return [_counted(x.shape, x.dtype) for x in parts]
+
+    with walking() as fake:
+        drafter = cuda_drafter(kind, nodes, rule)
+        if nodes:
+            monkeypatch.setattr(home, "brought", told)
+        for first in (0, 4):
+            members = [
+                DraftAsk(
+                    sequence(i, 5 + first, **kinds[i % len(kinds)]), most, first,
+                    torch.zeros(4, WIDE, device=CUDA),
+                )
+                for i, most in enumerate(MOST)
+            ]  # fmt: skip
+            fake.waits.clear()
+            trees = drafter.propose(members, 4)
+            assert [wait.partition(":")[0] for wait in fake.waits] == ["cpu crossing.py"]
+            most = nodes or 4
+            assert [tree.num_nodes for tree in trees] == [min(ask.most, most) for ask in members]
+            for ask in members:
+                drafter.settle(ask.sequence, 0, 0)
+        fake.waits.clear()
+        idle = [replace(ask, most=0) for ask in members]
+        assert all(tree.num_nodes == 0 for tree in drafter.propose(idle, 4))
+        assert fake.waits == []
+
+
+def _counted(shape: Seq[int], dtype: torch.dtype) -> Tensor:
+    """As of a tree whose nodes are the root's children: numbers, tokens, parents; or tokens of one
+    row after another."""
+    if dtype != torch.int64:
+        return torch.full(shape, 0.1, dtype=dtype)
+    made = torch.arange(shape[-1]).expand(shape).clone()
+    if len(shape) == 3:
+        made[2] = -1
+    return made

@@ -20,8 +20,9 @@ head, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,12 @@ class EagleLayer:
     up: Tensor
     down: Tensor  # [D, F]
 
+    def to(self, device: torch.device) -> EagleLayer:
+        moved: dict[str, Any] = {
+            name: None if x is None else x.to(device) for name, x in vars(self).items()
+        }
+        return EagleLayer(**moved)
+
 
 @dataclass(frozen=True)
 class EagleHead:
@@ -65,6 +72,15 @@ class EagleHead:
         own = [x for x in (self.fc, self.fc_bias, self.embed) if x is not None]
         parts = [x for layer in self.layers for x in vars(layer).values() if x is not None]
         return sum(x.nbytes for x in [*own, *parts])
+
+    def to(self, device: torch.device) -> EagleHead:
+        return replace(
+            self,
+            fc=self.fc.to(device),
+            fc_bias=None if self.fc_bias is None else self.fc_bias.to(device),
+            embed=None if self.embed is None else self.embed.to(device),
+            layers=tuple(layer.to(device) for layer in self.layers),
+        )
 
     def no_past(self) -> list[Past]:
         """Of a sequence that begins."""
@@ -186,7 +202,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     if repeats > 1:
         keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
     scores = q.float().transpose(0, 1) @ keys.float().permute(1, 2, 0) * q.shape[2] ** -0.5
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+    weights = torch.softmax(scores.masked_fill(mask.logical_not(), float("-inf")), dim=-1)
     return (weights @ values.float().transpose(0, 1)).transpose(0, 1)
 
 

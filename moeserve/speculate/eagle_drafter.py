@@ -4,7 +4,8 @@ Chains follow what the sampler would choose (`drafter.choose_drafts`). Trees (ma
 max_depth) are grown level by level: each of the `width` likeliest nodes of a level gets its `width`
 likeliest tokens; of all that were seen the max_nodes likeliest paths are drafted.
 
-All sequences of a step go through the head together, but for the levels of trees.
+All sequences of a step go through the head together, but for the levels of trees on CPUs. On a GPU
+tokens are chosen there, trees grown there (`trees_ahead`): the host waits for all of it together.
 
 What it holds of a sequence are rows of accepted tokens alone: those of drafts are dropped at once.
 Rows before a prefix-cache hit or a pause are not there; the head then attends to what it has.
@@ -23,13 +24,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from models.crossing import brought, sent, sent_all
 from moeserve.continuation import Continuation
 from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
+from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.eagle import EagleHead, Past, eagle_forward_many
+from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
+from moeserve.speculate.rounds_ahead import Pick, Picker
 from moeserve.speculate.tree import Candidate, DraftTree, best_nodes, chain
+from moeserve.speculate.trees_ahead import TreesAhead, told_trees
 from moeserve.speculate.verify import Rule
 
 
@@ -92,9 +98,13 @@ class EagleDrafter:
         max_nodes: int | None = None,
         width: int = 4,
         rule: Rule = Rule.SAME,
+        pick: Pick | None = None,
     ) -> None:
-        self._head, self._rule, self._width = head, rule, width
-        self._embed = embed if head.embed is None else head.embed
+        """pick: see `Picker`; where there is one, trees too are grown where the embedding is."""
+        self._device = device = embed.device
+        self._head, self._rule, self._width = head.to(device), rule, width
+        self._embed = embed if self._head.embed is None else self._head.embed
+        self._picker = Picker(rule, device, pick)
         self._logits_of = logits_of
         self.max_depth, self.max_nodes = max_depth, max_nodes or max_depth
         self._known: dict[str, _Known] = {}
@@ -107,14 +117,17 @@ class EagleDrafter:
         with one_thread():
             depth = min(depth, self.max_depth)
             features = self._keep_up(asks)
-            if self.max_nodes <= self.max_depth:
-                return self._chains(asks, features, depth)
-            return [
-                DraftTree()
-                if feature is None or depth <= 0 or ask.most <= 0
-                else best_nodes(self._grow(ask, feature, depth), min(ask.most, self.max_nodes))
-                for ask, feature in zip(asks, features, strict=True)
-            ]
+            able = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
+            if not able or depth <= 0:
+                return [DraftTree()] * len(asks)
+            if self.max_nodes > self.max_depth:
+                if self._picker.pick is not None:  # no draws, no edits: nothing wants the host
+                    return self._trees_ahead(asks, able, features, depth)
+                return self._trees(asks, able, features, depth)
+            pick = self._picker.takes(asks)
+            if pick is not None:
+                return self._chains_ahead(asks, able, features, depth, pick)
+            return self._chains(asks, able, features, depth)
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         known = self._known.get(sequence.request_id)
@@ -143,8 +156,8 @@ class EagleDrafter:
             if known is None or not known.start <= first <= known.end:
                 known = self._known[sequence.request_id] = _Known(first, self._head.no_past())
             known.rewind(first)
-            past, own = first - known.start, torch.arange(m)
-            mask = torch.arange(past + m) <= past + own[:, None]
+            past, own = first - known.start, torch.arange(m, device=self._device)
+            mask = torch.arange(past + m, device=self._device) <= past + own[:, None]
             tokens = sequence.tokens[first + 1 : first + m + 1]
             rows.add(tokens, ask.hidden, range(first, first + m), known.past, mask)
             places.append(i)
@@ -158,25 +171,99 @@ class EagleDrafter:
 
     def _forward(self, rows: _Rows) -> tuple[list[Tensor], list[list[Past]]]:
         """-> each sequence's features [m, D], and its keys and values with these rows."""
-        device = self._embed.device
-        embedded = self._embed[torch.tensor(rows.tokens, device=device)]
-        positions = torch.tensor(rows.positions, device=device)
-        masks = [mask.to(device) for mask in rows.masks]
-        hidden = torch.cat(rows.hidden)
-        features, pasts = eagle_forward_many(
-            self._head, embedded, hidden, positions, rows.pasts, masks
+        host = [torch.tensor(rows.tokens), torch.tensor(rows.positions)]
+        tokens, positions = sent_all(host, self._device)
+        return self._forward_there(
+            tokens, torch.cat(rows.hidden), positions, rows.pasts, rows.masks
         )
-        return list(torch.split(features, [len(mask) for mask in masks])), pasts
+
+    def _forward_there(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        pasts: Seq[Seq[Past]],
+        masks: Seq[Tensor],
+    ) -> tuple[list[Tensor], list[list[Past]]]:
+        """The same of rows on the device. tokens, positions [m] int64."""
+        features, grown = eagle_forward_many(
+            self._head, self._embed[tokens], hidden, positions, pasts, masks
+        )
+        return list(torch.split(features, [len(mask) for mask in masks])), grown
+
+    # -- chosen on the device ------------------------------------------------------------------
+
+    def _chains_ahead(
+        self,
+        asks: Seq[DraftAsk],
+        able: Seq[int],
+        features: Seq[Tensor | None],
+        depth: int,
+        pick: Pick,
+    ) -> list[DraftTree]:
+        """A round a draft, of as many rows as may draft there."""
+        chains = ChainsAhead(asks, able, depth, self._device, pick)
+        last, pasts, lengths, ends = self._begin(asks, chains.order, features)
+        counts = [k for k in chains.counts if k]
+        for d, k in enumerate(counts):
+            tokens = chains.choose(self._logits_of(last[:k]))
+            if d + 1 == len(counts):
+                break
+            k = counts[d + 1]
+            masks = [
+                torch.ones(1, length + d + 1, dtype=torch.bool, device=self._device)
+                for length in lengths[:k]
+            ]
+            made, pasts = self._forward_there(tokens[:k], last[:k], ends[:k] + d, pasts[:k], masks)
+            last = torch.cat(made)
+        return chains.trees(brought(chains.tensors))
+
+    def _trees_ahead(
+        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
+    ) -> list[DraftTree]:
+        """A level of all trees at once."""
+        rows, pasts, lengths, ends = self._begin(asks, able, features)
+        trees = TreesAhead(len(able), self._width, self._device)
+        trees.add(self._logits_of(rows))
+        for d in range(depth - 1):
+            level = trees.frontier()
+            w = level.ancestors.shape[1]
+            before = [
+                torch.ones(w, length, dtype=torch.bool, device=self._device) for length in lengths
+            ]
+            masks = [torch.cat(parts, dim=1) for parts in zip(before, level.ancestors, strict=True)]
+            positions = (ends + d).repeat_interleave(w)
+            hidden = rows.index_select(0, level.parents)
+            made, pasts = self._forward_there(level.tokens, hidden, positions, pasts, masks)
+            rows = torch.cat(made)
+            trees.add(self._logits_of(rows))
+        most = [min(asks[i].most, self.max_nodes) for i in able]
+        told = told_trees(brought(trees.tensors(max(most))), most)
+        found = [DraftTree()] * len(asks)
+        for i, tree in zip(able, told, strict=True):
+            found[i] = tree
+        return found
+
+    def _begin(
+        self, asks: Seq[DraftAsk], order: Seq[int], features: Seq[Tensor | None]
+    ) -> tuple[Tensor, list[list[Past]], list[int], Tensor]:
+        """Of these asks: features [S, D], what is known, how many rows of it, where it ends [S]."""
+        known = [self._known[asks[i].sequence.request_id] for i in order]
+        rows = torch.cat([feature for i in order if (feature := features[i]) is not None])
+        ends = sent(torch.tensor([k.end for k in known]), self._device)
+        return rows, [k.past for k in known], [k.end - k.start for k in known], ends
+
+    # -- chosen on the host --------------------------------------------------------------------
 
     def _chains(
-        self, asks: Seq[DraftAsk], features: Seq[Tensor | None], depth: int
+        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
     ) -> list[DraftTree]:
         """A round a draft, with a row of each sequence that goes on."""
         tokens: list[list[int]] = [[] for _ in asks]
         probs: list[list[Doubles]] = [[] for _ in asks]
-        going = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
-        known = [self._known.get(ask.sequence.request_id) for ask in asks]
-        pasts = {i: k.past for i in going if (k := known[i]) is not None}
+        going = list(able)
+        known = {i: self._known[asks[i].sequence.request_id] for i in going}
+        pasts = {i: known[i].past for i in going}
         last = {i: feature for i in going if (feature := features[i]) is not None}
         for d in range(depth):
             going = [i for i in going if len(tokens[i]) == d and d < asks[i].most]
@@ -193,15 +280,26 @@ class EagleDrafter:
             going = [i for i in going if len(tokens[i]) == d + 1 < min(depth, asks[i].most)]
             rows = _Rows()
             for i in going:
-                before = known[i]
-                assert before is not None
-                mask = torch.ones(1, before.end + d + 1 - before.start, dtype=torch.bool)
-                rows.add(tokens[i][-1:], last[i], [before.end + d], pasts[i], mask)
+                end, length = known[i].end, known[i].end - known[i].start
+                mask = torch.ones(1, length + d + 1, dtype=torch.bool, device=self._device)
+                rows.add(tokens[i][-1:], last[i], [end + d], pasts[i], mask)
             if going:
                 made, grown = self._forward(rows)
                 last.update(zip(going, made, strict=True))
                 pasts.update(zip(going, grown, strict=True))
         return [chain(t, p or None) for t, p in zip(tokens, probs, strict=True)]
+
+    def _trees(
+        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
+    ) -> list[DraftTree]:
+        """One sequence after another."""
+        found = [DraftTree()] * len(asks)
+        for i in able:
+            feature = features[i]
+            assert feature is not None
+            most = min(asks[i].most, self.max_nodes)
+            found[i] = best_nodes(self._grow(asks[i], feature, depth), most)
+        return found
 
     def _grow(self, ask: DraftAsk, feature: Tensor, depth: int) -> list[Candidate]:
         known = self._known[ask.sequence.request_id]
@@ -211,11 +309,11 @@ class EagleDrafter:
         column: dict[int, int] = {}  # of a candidate that went through the head
         frontier: list[int] = [-1]
         for d in range(depth):
-            best = torch.softmax(self._logits_of(feature), dim=-1).topk(self._width, dim=-1)
+            chances, ids = likeliest(torch.softmax(self._logits_of(feature), dim=-1), self._width)
             level: list[tuple[float, int, int]] = []
             for row, parent in enumerate(frontier):
                 above = reach[parent] if parent >= 0 else 1.0
-                pairs = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
+                pairs = zip(ids[row].tolist(), chances[row].tolist(), strict=True)
                 for token, chance in pairs:
                     found.append(Candidate(token, parent, chance))
                     reach.append(above * chance)
