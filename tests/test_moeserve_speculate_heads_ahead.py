@@ -175,9 +175,9 @@ def eagle_head(layers: int = 1) -> EagleHead:
 
 
 def coarse(features: Tensor) -> Tensor:
-    """Logits of a few values: equal ones in each row."""
+    """Logits of a few values: equal ones in each row, some far above the rest."""
     out = whole(V, D, seed=77)
-    return (features.float() @ out.T).round().clamp(-3, 3)
+    return (features.float() @ out.T / 3).round() * 2
 
 
 def eagles(**settings: Any) -> tuple[EagleDrafter, EagleDrafter]:
@@ -189,10 +189,10 @@ def eagles(**settings: Any) -> tuple[EagleDrafter, EagleDrafter]:
     )
 
 
-def eagle_asks(seed: int, kinds: Any = KINDS) -> list[DraftAsk]:
-    """Prompts of unlike lengths, some behind a prefix that is not known."""
+def eagle_asks(seed: int, kinds: Any = KINDS, more: int = 1) -> list[DraftAsk]:
+    """Prompts of unlike lengths, some behind a prefix that is not known. more: times as many."""
     made = []
-    for i, most in enumerate(MOST):
+    for i, most in enumerate(more * most for most in MOST):
         one = sequence(i, 3 + 2 * i, **kinds[i % len(kinds)])
         first = i % 3
         generator = torch.Generator().manual_seed(10 * seed + i)
@@ -201,7 +201,7 @@ def eagle_asks(seed: int, kinds: Any = KINDS) -> list[DraftAsk]:
     return made
 
 
-def go_on(asks: list[DraftAsk], trees: list[DraftTree], seed: int) -> list[DraftAsk]:
+def go_on(asks: list[DraftAsk], trees: list[DraftTree], seed: int, more: int) -> list[DraftAsk]:
     """A step later: a part of the first path was accepted, and a token of the target's own."""
     made = []
     for i, (ask, tree) in enumerate(zip(asks, trees, strict=True)):
@@ -210,7 +210,7 @@ def go_on(asks: list[DraftAsk], trees: list[DraftTree], seed: int) -> list[Draft
             one.append(token)
         generator = torch.Generator().manual_seed(99 + 10 * seed + i)
         hidden = torch.randn(one.num_tokens - 1 - before, D, generator=generator)
-        made.append(DraftAsk(one, MOST[(seed + i) % len(MOST)], before, hidden))
+        made.append(DraftAsk(one, more * MOST[(seed + i) % len(MOST)], before, hidden))
     return made
 
 
@@ -226,11 +226,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_eagles_drafts_are_those_of_the_host(kind: str, looks: list[int]) -> None:
     """Steps in which parts of them are accepted; some sequences have no room, some end."""
-    settings = SETTINGS[kind]
-    sizes = set()
+    settings, more = SETTINGS[kind], 1 if kind == "chains" else 6
+    sizes, shapes = set(), set()
     for depth in {settings["max_depth"], 2, 1}:
         host, there = eagles(**settings)
-        ours, theirs = eagle_asks(depth), eagle_asks(depth)
+        ours, theirs = eagle_asks(depth, more=more), eagle_asks(depth, more=more)
         for step in range(3):
             want = host.propose(ours, depth)
             assert not looks
@@ -238,12 +238,14 @@ def test_eagles_drafts_are_those_of_the_host(kind: str, looks: list[int]) -> Non
             assert len(looks) == 1
             looks.clear()
             sizes |= {tree.num_nodes for tree in want}
-            ours, theirs = go_on(ours, want, step), go_on(theirs, want, step)
+            shapes |= {(tree.depth, tree.is_chain) for tree in want}
+            ours, theirs = go_on(ours, want, step, more), go_on(theirs, want, step, more)
             for drafter, members in ((host, ours), (there, theirs)):
                 for ask in members:
                     drafter.settle(ask.sequence, 0, 0)
                 drafter.forget([members.pop(step).sequence.request_id])
-    assert 0 in sizes and len(sizes) > 2 - (kind == "level")
+    assert {depth for depth, _ in shapes} == set(range(settings["max_depth"] + 1))
+    assert 0 in sizes and any(not is_chain for _, is_chain in shapes) is (kind != "chains")
 
 
 def test_eagles_trees_hold_nothing_of_drafts_and_may_branch_anywhere(looks: list[int]) -> None:
