@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 
 import psutil
+from torch import Tensor
 
 from dispatch.base import PeerError
 from dispatch.step_guard import StepGuard
@@ -23,6 +24,7 @@ from ep.group import EPGroup
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.rebalance import Ballot
+from models.crossing import brought
 from models.interface import ForwardOutput
 from moeserve.batch import StepBatch
 from moeserve.errors import EngineFailed, NotReady, one_line
@@ -167,10 +169,14 @@ class Engine:
                 self.recorder.drop_step()
             return self._forward_failed(plan, self.guard.explain(error, agreed.step))
         self.tracer.span("forward", start, time.perf_counter())
-        result = self._choose(plan, batch, out) if self._peers_answered() else None
-        outputs = None if result is None else self._commit(plan, result)
-        if self.speculator is not None:
-            self._draft(self.speculator, plan, out, result, agreed)
+        speculator, answered = self.speculator, self._peers_answered()
+        if answered and speculator is not None and speculator.drafts_late(plan):
+            outputs = self._choose_late(speculator, plan, batch, out, agreed)
+        else:
+            result = self._choose(plan, batch, out) if answered else None
+            outputs = None if result is None else self._commit(plan, result)
+            if speculator is not None:
+                self._draft(speculator, plan, out, result, agreed)
         seconds = time.perf_counter() - start
         if self.recorder is not None:  # whatever became of its tokens, the experts had them
             self.recorder.end_step(agreed.step, seconds)
@@ -225,15 +231,65 @@ class Engine:
         try:
             speculator.draft(plan, out.hidden, result)
         except Exception as error:  # whatever a drafter or the network raises
-            if self.group.size > 1 and speculator.drafter.collective:
-                if self.recorder is not None:
-                    self.recorder.drop_step()
-                self._forward_failed(plan, self.guard.explain(error, agreed.step))
-            speculator.failed(error)
+            self._drafting_failed(speculator, plan, error, agreed)
         if speculator.depth:
             drafted = time.perf_counter()
             self._part("drafting", drafted - start)
             self.tracer.span("drafting", start, drafted)
+
+    def _drafting_failed(
+        self, speculator: Speculator, plan: StepPlan, error: Exception, agreed: StepAgreement
+    ) -> None:
+        if self.group.size > 1 and speculator.drafter.collective:
+            if self.recorder is not None:
+                self.recorder.drop_step()
+            self._forward_failed(plan, self.guard.explain(error, agreed.step))
+        speculator.failed(error)
+
+    def _choose_late(
+        self,
+        speculator: Speculator,
+        plan: StepPlan,
+        batch: StepBatch,
+        out: ForwardOutput,
+        agreed: StepAgreement,
+    ) -> list[TokenOutput] | None:
+        """`_choose`, `_commit` and `_draft` where the device goes on by itself: it is waited for
+        once, when drafts were asked for too."""
+        start = time.perf_counter()
+        try:
+            asked = self.runner.ask(plan, batch, out.logits)
+        except Exception as error:  # only these requests are lost
+            self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
+            self._draft(speculator, plan, out, None, agreed)
+            return None
+        begun = time.perf_counter()
+        drafts: list[Tensor] = []
+        try:
+            drafts = speculator.ask_late(plan, out.hidden, asked.late)
+        except Exception as error:  # whatever a drafter or the network raises
+            self._drafting_failed(speculator, plan, error, agreed)
+        drafted = time.perf_counter()
+        self.tracer.span("drafting", begun, drafted)
+        result: StepResult | None = None
+        host: list[Tensor] = []
+        try:
+            host = brought([*asked.tensors, *drafts])
+            result = asked.told(host[: len(asked.tensors)])
+        except Exception as error:
+            self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
+        chosen = time.perf_counter()
+        self.tracer.span("sampling", drafted, chosen)
+        outputs = None if result is None else self._commit(plan, result)
+        try:  # the rounds are over: what fails costs the drafts only
+            known = None if self._broken is not None else result
+            speculator.take_late(plan, known, host[len(asked.tensors) :])
+        except Exception as error:
+            speculator.failed(error)
+        # The wait is for the rounds too.
+        self._part("sampling", max(chosen - start - speculator.last_seconds, 0.0))
+        self._part("drafting", speculator.last_seconds)
+        return outputs
 
     def _part(self, name: str, seconds: float) -> None:
         """Beside what the model tells: host (plan, batch, commit), lockstep (waiting for the other

@@ -23,19 +23,19 @@ from moeserve.request import TokenLogprob
 
 
 class Prompts:
-    """told: by request; on a device, only once `sample` has been called."""
+    """told: by request; on a device, only after `sample` or `hear`."""
 
     def __init__(self, asked: Seq[PromptRows], logits: Tensor) -> None:
         """logits [O, V] of the step: those of the prompts' rows among them."""
         self.told: dict[str, list[TokenLogprob]] = {}
         self._asked = asked
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # to be brought over for `hear`; none on CPUs
         on_device = logits.device.type == "cuda"
         for rows in asked:
             part = logits[rows.first : rows.first + len(rows.next_ids)]
             if on_device:
                 following = sent(torch.tensor(rows.next_ids), logits.device)
-                self._tensors += ask_logprobs(part, following, rows.top).tensors
+                self.tensors += ask_logprobs(part, following, rows.top).tensors
             else:
                 tops = [rows.top] * len(rows.next_ids)
                 self.told[rows.request_id] = token_logprobs(part, rows.next_ids, tops)
@@ -48,13 +48,19 @@ class Prompts:
         raw_of: Collection[int] = frozenset(),
     ) -> sampler.Sampled:
         """`sampler.sample`, and what was asked of prompts."""
-        if not self._tensors:
+        if not self.tensors:
             return sampler.sample(logits, sequences, softmax_of, raw_of)
         from moeserve.sampler_device import sample_beside  # has kernels
 
-        found, host = sample_beside(logits, sequences, softmax_of, raw_of, self._tensors)
+        found, host = sample_beside(logits, sequences, softmax_of, raw_of, self.tensors)
+        self.hear(host)
+        return found
+
+    def hear(self, host: Seq[Tensor]) -> None:
+        """host: the tensors, brought over."""
+        if not host:
+            return
         for number, rows in enumerate(self._asked):
             of = host[4 * number : 4 * number + 4]
             tops = [rows.top] * len(rows.next_ids)
             self.told[rows.request_id] = told_logprobs(of, rows.next_ids, tops)
-        return found

@@ -7,8 +7,9 @@ touches only this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from models.interface import (
     copy_latents,
     largest_half,
 )
+from moeserve import sampler
 from moeserve.batch import StepBatch, build_batch
 from moeserve.cache import BlockTables
 from moeserve.device.api import CudaApi
@@ -32,11 +34,21 @@ from moeserve.overlap import goes_in_halves
 from moeserve.plan import StepPlan, StepResult
 from moeserve.prompt_logprobs import Prompts
 from moeserve.recorder import StepRecorder
+from moeserve.speculate.late import Choosing, ChosenHere, Late, judge
 from moeserve.speculate.tree import DraftTree
-from moeserve.speculate.verify import Rule, Verdict, verify
+from moeserve.speculate.verify import Rule, Sample, Verdict, rows_of, verify
 from moeserve.tracing import StepTracer
 
 _NO_DRAFTS = DraftTree()
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """What a step chooses and accepts, on the device. told(tensors, on the host) -> its result."""
+
+    late: Late
+    tensors: list[Tensor]
+    told: Callable[[Seq[Tensor]], StepResult]
 
 
 class ModelRunner:
@@ -133,20 +145,55 @@ class ModelRunner:
         if not batch.forward.logits_rows.shape[0]:
             return StepResult(token_ids=[])
         prompts = Prompts(batch.prompt_rows, logits)
-        prompt = prompts.told
-        members = [plan.sequences[i] for i in plan.sampled]
         chosen = logits[: batch.num_chosen]
         if not plan.trees:
-            sampled = prompts.sample(chosen, members)
-            return StepResult(sampled.token_ids, sampled.logprobs, prompt, sampled.failed)
-        trees = [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]
-        verdicts = verify(chosen, members, trees, self.rule, prompts.sample)
+            sampled = prompts.sample(chosen, [plan.sequences[i] for i in plan.sampled])
+            return StepResult(sampled.token_ids, sampled.logprobs, prompts.told, sampled.failed)
+        return self._judged(plan, batch, chosen, prompts, prompts.sample)
+
+    @torch.inference_mode()
+    def ask(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> AskedStep:
+        """`choose` of a step without branching trees and without chances (`Rule.REJECTION`), where
+        nothing is waited for: `told` gives its result once its `tensors` were brought over."""
+        trees = _trees_of(plan)
+        chosen = logits[: batch.num_chosen]
+        prompts = Prompts(batch.prompt_rows, logits)
+        rows = [
+            row
+            for i, tree in zip(plan.sampled, trees, strict=True)
+            for row in rows_of(plan.sequences[i], tree)
+        ]
+        assert len(rows) == len(chosen), "logits of other rows than the trees have"
+        choice: Choosing
+        if chosen.device.type == "cuda" and rows:
+            from moeserve.sampler_device import choose  # has kernels
+
+            choice = choose(chosen, rows)
+        else:
+            choice = ChosenHere(sampler.sample(chosen, rows) if rows else sampler.Sampled([]))
+
+        def told(host: Seq[Tensor]) -> StepResult:
+            num = len(choice.tensors)
+            sampled = choice.sampled(host[:num])
+            prompts.hear(host[num:])
+            return self._judged(plan, batch, chosen, prompts, lambda *_: sampled)
+
+        late = judge(choice.tokens, choice.failed, trees)
+        return AskedStep(late, [*choice.tensors, *prompts.tensors], told)
+
+    def _judged(
+        self, plan: StepPlan, batch: StepBatch, chosen: Tensor, prompts: Prompts, sample: Sample
+    ) -> StepResult:
+        """chosen [O, V]: the logits that tokens are chosen from."""
+        trees = _trees_of(plan)
+        members = [plan.sequences[i] for i in plan.sampled]
+        verdicts = verify(chosen, members, trees, self.rule, sample)
         if batch.forward.ancestors is not None:
             self._straighten(plan, batch.forward, trees, verdicts, batch.host)
         return StepResult(
             token_ids=[v.tokens[0] if v.tokens else -1 for v in verdicts],
             logprobs={j: v.logprobs[0] for j, v in enumerate(verdicts) if v.logprobs},
-            prompt_logprobs=prompt,
+            prompt_logprobs=prompts.told,
             failed={j: v.failed for j, v in enumerate(verdicts) if v.failed is not None},
             verdicts={
                 j: v for j, (v, t) in enumerate(zip(verdicts, trees, strict=True)) if t.tokens
@@ -176,3 +223,8 @@ class ModelRunner:
         if old:
             device = batch.slot_mapping.device
             copy_latents(self.cache, *sent_all([torch.tensor(old), torch.tensor(new)], device))
+
+
+def _trees_of(plan: StepPlan) -> list[DraftTree]:
+    """Of the sampled sequences."""
+    return [plan.trees.get(i, _NO_DRAFTS) for i in plan.sampled]

@@ -33,9 +33,10 @@ from moeserve.sequence import SamplingNeeds
 @dataclass
 class Choice:
     """What rows chose, on the device: `tensors`, once they are on the host, are what `sampled`
-    tells. tokens [O] int64."""
+    tells. tokens [O] int64; failed [O] bool: rows without one."""
 
     tokens: Tensor
+    failed: Tensor
     _sequences: Seq[Row]
     _marks: Tensor  # [3, O] int64: tokens, whether a row has none, whether it is the model's fault
     _asking: Seq[int]  # rows with log-probabilities
@@ -102,7 +103,7 @@ def choose(
         edit_logits(logits, sequences)
     draws = draws_of(sequences, device) if needs & SamplingNeeds.RANDOM else None
     chosen = draw_tokens(logits, draws)
-    lost = chosen.failed if unsound is None else unsound | chosen.failed
+    failed = lost = chosen.failed if unsound is None else unsound | chosen.failed
     marks = chosen.failed if unsound is None else unsound
     asked: AskedLogprobs | None = None
     if before is not None:
@@ -116,7 +117,7 @@ def choose(
     if chosen.probs is not None and wanted:
         softmax = chosen.probs.index_select(0, _places(wanted, device))
     return Choice(
-        chosen.tokens, sequences,
+        chosen.tokens, failed, sequences,
         torch.stack((chosen.tokens, chosen.failed.long(), marks.long())),
         asking, asked, wanted, softmax, raw_rows, raw,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from models.deepseek.kernels.select import create_kernels, fitting
 from models.deepseek.load import load_model
 from models.deepseek.mla import attention_shape
 from moeserve.config import ServeConfig
+from moeserve.device.stopwatch import stopwatch_of
 from moeserve.errors import ConfigError
 from moeserve.folder import read_model
 from moeserve.runner import ModelRunner
@@ -192,6 +193,7 @@ def open_speculator(
 
     drafter = _drafter(plan, runner, scheduler, model, begin_round)
     speculator = Speculator(drafter, policy, runner, scheduler, rank, plan.rule)
+    speculator.stopwatch = stopwatch_of(runner.cache.layers[0].device)
     listener.append(speculator)
     return speculator
 

@@ -37,15 +37,25 @@ _TENSORS = (
 @dataclass
 class RoundRows:
     """Of each sequence: the number of its ask, its first position, a token for each row, its block
-    ids from position 0 on, whether the logits of its last row are wanted."""
+    ids from position 0 on, whether the logits of its last row are wanted.
+
+    late: by place here, the sequence's number in the step's late verdicts. Its last tokens, one
+    more than it has drafts there, are stand-ins (0) for what was chosen; which of its rows is the
+    last one, the verdict says."""
 
     asks: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     tokens: list[Seq[int]] = field(default_factory=list)
     blocks: list[list[int]] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
+    late: dict[int, int] = field(default_factory=dict)
 
-    def add(self, ask: int, first: int, tokens: Seq[int], blocks: list[int], wanted: bool) -> None:
+    def add(
+        self, ask: int, first: int, tokens: Seq[int], blocks: list[int], wanted: bool,
+        late: int | None = None,
+    ) -> None:  # fmt: skip
+        if late is not None:
+            self.late[len(self.asks)] = late
         self.asks.append(ask)
         self.firsts.append(first)
         self.tokens.append(tokens)

@@ -44,12 +44,17 @@ class DraftAsk:
     the last token and the accepted drafts. The token after each is known. None where the drafter
     does not want them. most: drafts at most (`run_limits.draft_room`, blocks at hand), 0 where none
     is wanted: then the drafter only keeps up with the sequence.
+
+    late: its number in the step's late verdicts (`late.Late`), where the host does not know yet
+    what was accepted. Then hidden is of all rows that the step computed, and the sequence is as it
+    was before them; `most` is right for what may be accepted at least, blocks for all of it.
     """
 
     sequence: Sequence
     most: int
     first: int = 0
     hidden: Tensor | None = None
+    late: int | None = None
 
 
 class Drafter(Protocol):

@@ -41,6 +41,7 @@ from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.late import Late, LateDrafts
 from moeserve.speculate.rounds_ahead import Pick, Picker, RoundsAhead
 from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
@@ -116,7 +117,10 @@ class MtpDrafter:
         self.failure = None
         rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
         if (pick := self._picker.takes(asks)) is not None:
-            return self._propose_ahead(asks, rows, hidden, depth, pick)
+            rounds, forward = self._ahead(asks, rows, hidden, depth, pick)
+            found = rounds.run(forward)
+            self.failure = rounds.failure
+            return [chain(tokens) for tokens in found]
         chains = Chains(asks, self._rule)
         for number in range(depth):
             batch = rows.batch(self._cache.block_size, self._pages.device)
@@ -141,12 +145,39 @@ class MtpDrafter:
                 self._add(rows, i, asks[i], end + number, chains.tokens[i][-1:], True)
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
 
-    def _propose_ahead(
-        self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int, pick: Pick
-    ) -> list[DraftTree]:
-        """All rounds without waiting for one."""
+    def drafts_late(self, sequences: Seq[Sequence]) -> bool:
+        """Whether `ask_late` may be called in a step that samples these."""
+        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+
+    @torch.inference_mode()
+    def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
+        """`propose` in as many rounds, of asks whose tokens only the device knows."""
+        depth = min(depth, self.max_depth)
+        self.failure = None
+        rows, hidden = self._first(asks, late)
+        pick = self._picker.pick
+        assert pick is not None and depth > 0
+        rounds, forward = self._ahead(asks, rows, hidden, depth, pick, late)
+        rounds.ask(forward)
+
+        def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
+            for ask in asks:
+                known = self._known.get(ask.sequence.request_id)
+                if known is not None and ask.late is not None:
+                    known.end -= late.drafts[ask.late] - accepted[ask.late]
+            found = rounds.told(host)
+            self.failure = rounds.failure
+            return [chain(tokens) for tokens in found]
+
+        return LateDrafts(rounds.tensors, told)
+
+    def _ahead(
+        self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int, pick: Pick,
+        late: Late | None = None,
+    ) -> tuple[RoundsAhead, Callable[[int, ForwardBatch], Tensor]]:  # fmt: skip
+        """All rounds without waiting for one, and what they call."""
         size, device = self._cache.block_size, self._pages.device
-        rounds = RoundsAhead(rows, asks, depth, size, device, pick)
+        rounds = RoundsAhead(rows, asks, depth, size, device, pick, late)
 
         def forward(number: int, batch: ForwardBatch) -> Tensor:
             nonlocal hidden
@@ -157,9 +188,7 @@ class MtpDrafter:
             hidden = out.hidden
             return out.logits
 
-        found = rounds.run(forward)
-        self.failure = rounds.failure
-        return [chain(tokens) for tokens in found]
+        return rounds, forward
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Nothing to undo: rows of drafts are behind the end."""
@@ -200,7 +229,7 @@ class MtpDrafter:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _first(self, asks: Seq[DraftAsk]) -> tuple[RoundRows, Tensor]:
+    def _first(self, asks: Seq[DraftAsk], late: Late | None = None) -> tuple[RoundRows, Tensor]:
         """Round 0: what the step has computed."""
         rows, parts = RoundRows(), [self._no_rows]
         for i, ask in enumerate(asks):
@@ -212,8 +241,11 @@ class MtpDrafter:
             self._follow(ask, first, end)
             parts.append(hidden.to(self._no_rows.dtype))
             following = ask.sequence.tokens[first + 1 : end + 1]
+            if ask.late is not None:
+                assert late is not None
+                following += [0] * (late.drafts[ask.late] + 1)
             assert len(following) == len(hidden), "the token after a row is not known"
-            self._add(rows, i, ask, first, following, ask.most > 0)
+            self._add(rows, i, ask, first, following, ask.most > 0, ask.late)
         return rows, torch.cat(parts)
 
     def _with_held(self, ask: DraftAsk) -> tuple[int, Tensor]:
@@ -250,10 +282,11 @@ class MtpDrafter:
         return _Known(number * size, first, number + 1)
 
     def _add(
-        self, rows: RoundRows, i: int, ask: DraftAsk, first: int, following: list[int], wanted: bool
-    ) -> None:
+        self, rows: RoundRows, i: int, ask: DraftAsk, first: int, following: list[int],
+        wanted: bool, late: int | None = None,
+    ) -> None:  # fmt: skip
         lease = ask.sequence.lease
         assert lease is not None, "a sequence without blocks is asked for drafts"
         base = self._known[ask.sequence.request_id].base
         blocks = lease.table.ids[base // self._cache.block_size :]
-        rows.add(i, first - base, following, blocks, wanted)
+        rows.add(i, first - base, following, blocks, wanted, late)

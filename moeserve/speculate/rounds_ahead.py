@@ -5,6 +5,10 @@ chose for it, which stays on the device. So one copy goes over before the first 
 back behind the last. Drafts behind a token that ends the output, or behind a row without a token,
 are computed in vain and cut afterwards: what is left is what rounds on the host give.
 
+With late verdicts (`late`) not even the step's own tokens are known: the rows of all its drafts
+are run, those of rejected ones in vain (they write where the next step writes again), and positions
+behind them are worked out where the verdict is.
+
 What wants earlier drafts on the host (`Picker`) goes round by round as ever.
 
 Knows: rows of rounds, what draws are made of. Knows nothing of which model runs the rows.
@@ -31,6 +35,7 @@ from moeserve.row_draws import RowDraws, draw_parts
 from moeserve.sequence import SamplingNeeds
 from moeserve.speculate.draft_rounds import RoundRows, tensors_of, there
 from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.late import Late
 from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
 
@@ -83,7 +88,8 @@ def _wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
 
 
 class RoundsAhead:
-    """The rounds of a step: `run`. failure: why this rank drafted nothing, None where it did."""
+    """The rounds of a step: `run`, or `ask` and, when its `tensors` were brought over, `told`.
+    failure: why this rank drafted nothing, None where it did."""
 
     def __init__(
         self,
@@ -93,8 +99,9 @@ class RoundsAhead:
         size: int,
         device: torch.device,
         pick: Pick,
+        late: Late | None = None,
     ) -> None:
-        """rows: of round 0. size: of a block."""
+        """rows: of round 0. size: of a block. late: where `rows` have what is late."""
         self.failure: str | None = None
         self._pick, self._given = pick, asks
         most = {i: min(asks[i].most, depth) for i in rows.asks}
@@ -106,30 +113,46 @@ class RoundsAhead:
         self._unknown = torch.full((len(wanted),), -1)  # what the host knows of later tokens
         self._tokens: list[Tensor] = []
         self._failed: list[Tensor] = []
+        ends = [rows.firsts[place] + len(rows.tokens[place]) for place in wanted]
+        blocks = [rows.blocks[place] for place in wanted]
+        open_ends = [0 if late is None else late.drafts[rows.late[place]] for place in wanted]
         first = rows.batch(size, torch.device("cpu"))
-        ends = first.query_start[1:].long()
-        first = replace(first, logits_rows=ends[wanted] - 1)
-        behind = _behind(
-            [rows.firsts[place] + len(rows.tokens[place]) for place in wanted],
-            [rows.blocks[place] for place in wanted],
-            self._most,
-            size,
-        )
+        last = first.query_start[1:].long()[wanted] - 1 - torch.tensor(open_ends, dtype=torch.int64)
+        first = replace(first, logits_rows=last)
+        # Lengths that are bounds: of sequences whose drafts were all accepted.
+        behind = _behind(ends, blocks, self._most, size)
         sequences = [asks[i].sequence for i in self._asks]
         out = torch.tensor([s.num_output_tokens for s in sequences], dtype=torch.int64)
         outs = _wide(out + torch.arange(len(behind.positions) + 1)[:, None])
         is_random = any(s.needs & SamplingNeeds.RANDOM for s in sequences)
         draws = draw_parts(sequences) if is_random else []
-        parts = [tensors_of(first), behind.tensors, [outs], draws]
+        places = [] if late is None else _late_places(rows, wanted, first, late)
+        parts = [tensors_of(first), behind.tensors, [outs], draws, places]
         sent = iter(sent_all([x for part in parts for x in part], device))
-        of_first, of_behind, (self._outs,), draws = ([next(sent) for _ in part] for part in parts)
+        of_first, of_behind, (self._outs,), draws, places = (
+            [next(sent) for _ in part] for part in parts
+        )
         self._first = first if device.type == "cpu" else there(first, of_first)
         self._behind, self._there = behind, _Behind(*of_behind)
+        self._late = late is not None
+        if late is not None:
+            self._settle_late(late, places, size)
         self._draws = RowDraws.of(draws, self._outs[0]) if is_random else None
 
     def run(self, forward: Callable[[int, ForwardBatch], Tensor | None]) -> list[list[int]]:
         """forward: a round's number and rows -> logits, or None: no more rounds. The drafts of each
         ask; none where tokens could not be chosen on this rank, whose rounds go on without rows."""
+        self.ask(forward)
+        host: list[Tensor] = []
+        if self.failure is None:
+            try:
+                host = brought(self.tensors)
+            except Exception as error:  # no peer waits for it
+                self.failure = one_line(error)
+        return self.told(host)
+
+    def ask(self, forward: Callable[[int, ForwardBatch], Tensor | None]) -> None:
+        """The same; nothing is waited for."""
         for number in range(len(self._counts)):
             logits = forward(number, self._batch(number))
             if logits is None:
@@ -139,12 +162,28 @@ class RoundsAhead:
             except Exception as error:  # peers are in the next round: so must this rank be
                 self.failure = one_line(error)
                 self._counts = [0] * len(self._counts)
-        if self.failure is None:
-            try:
-                return self._chains()
-            except Exception as error:  # no peer waits for it
-                self.failure = one_line(error)
-        return [[] for _ in self._given]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What `told` tells from. None where there is a failure."""
+        return [*self._tokens, *self._failed] if self.failure is None else []
+
+    def told(self, host: Seq[Tensor]) -> list[list[int]]:
+        """host: the tensors, brought over. Of each ask: what it drafted."""
+        found: list[list[int]] = [[] for _ in self._given]
+        if self.failure is not None:
+            return found
+        rows = [x.tolist() for x in host]
+        rounds = len(self._tokens)
+        going = list(range(len(self._asks)))
+        for tokens, failed in zip(rows[:rounds], rows[rounds:], strict=True):
+            for row in [row for row in going if row < len(tokens)]:
+                ask = self._asks[row]
+                if not failed[row]:
+                    found[ask].append(tokens[row])
+                if failed[row] or tokens[row] in self._given[ask].sequence.stop_ids:
+                    going.remove(row)
+        return found
 
     def carried(self, number: int, hidden: Tensor) -> Tensor:
         """hidden [T, D] of round `number` -> [k, D] of the next one's rows."""
@@ -170,7 +209,7 @@ class RoundsAhead:
             max_query_len=min(k, 1),
             max_context_len=max(positions, default=-1) + 1,
             total_context=sum(positions) + k,
-            host=None if made.positions.device.type == "cpu" else host,
+            host=None if self._late or made.positions.device.type == "cpu" else host,
         )
 
     def _choose(self, number: int, logits: Tensor) -> None:
@@ -185,20 +224,18 @@ class RoundsAhead:
         self._tokens.append(tokens)
         self._failed.append(failed)
 
-    def _chains(self) -> list[list[int]]:
-        """Of each ask: what it drafted. The one time that the host waits."""
-        found: list[list[int]] = [[] for _ in self._given]
-        host = [x.tolist() for x in brought([*self._tokens, *self._failed])]
-        rounds = len(self._tokens)
-        going = list(range(len(self._asks)))
-        for tokens, failed in zip(host[:rounds], host[rounds:], strict=True):
-            for row in [row for row in going if row < len(tokens)]:
-                ask = self._asks[row]
-                if not failed[row]:
-                    found[ask].append(tokens[row])
-                if failed[row] or tokens[row] in self._given[ask].sequence.stop_ids:
-                    going.remove(row)
-        return found
+    def _settle_late(self, late: Late, places: Seq[Tensor], size: int) -> None:
+        """places: `_late_places`, where the verdicts are."""
+        into, out_of, of, drafts = places
+        accepted = late.accepted.index_select(0, of)
+        first = self._first
+        self._first = replace(
+            first,
+            token_ids=first.token_ids.index_copy(0, into, late.tokens.index_select(0, out_of)),
+            logits_rows=first.logits_rows + accepted,
+        )
+        self._there = self._there.back(drafts - accepted, size)
+        self._outs = self._outs + _padded(accepted + 1, self._outs.shape[1])
 
 
 @dataclass(frozen=True)
@@ -219,6 +256,18 @@ class _Behind:
         return [
             self.positions, self.slots, self.contexts, self.tables, self.starts, self.numbers
         ]  # fmt: skip
+
+    def back(self, rejected: Tensor, size: int) -> _Behind:
+        """Of sequences of which so many drafts [S] were not accepted, where all were thought to be.
+        size: of a block."""
+        num, width = self.tables.shape
+        positions = self.positions - _padded(rejected, self.positions.shape[1])
+        at = positions[:, :num]
+        blocks = (at // size).clamp(0, max(width - 1, 0))
+        slots = self.tables.long().gather(1, blocks.T).T.contiguous() * size + at % size
+        return replace(
+            self, positions=positions, slots=_wide(slots), contexts=_wide((at + 1).to(torch.int32))
+        )
 
     def batch(self, at: int, k: int, tokens: Tensor) -> ForwardBatch:
         """Of round at + 1, with k rows; its lengths are for whoever asks to fill in."""
@@ -256,6 +305,28 @@ def _behind(begins: Seq[int], blocks: Seq[list[int]], most: Seq[int], size: int)
     )  # fmt: skip
 
 
+def _late_places(
+    rows: RoundRows, wanted: Seq[int], first: ForwardBatch, late: Late
+) -> list[Tensor]:
+    """int64: the rows of round 0 whose tokens were chosen by the step, and which of its O they are;
+    the wanted sequences' numbers there, and their drafts."""
+    starts = first.query_start.tolist()
+    into: list[int] = []
+    out_of: list[int] = []
+    for place, number in rows.late.items():
+        num = late.drafts[number] + 1
+        into += range(starts[place + 1] - num, starts[place + 1])
+        out_of += range(late.firsts[number], late.firsts[number] + num)
+    of = [rows.late[place] for place in wanted]
+    found = into, out_of, of, [late.drafts[number] for number in of]
+    return [torch.tensor(x, dtype=torch.int64) for x in found]
+
+
 def _wide(rows: Tensor) -> Tensor:
     """[R, S] -> with columns behind them that mean nothing, so that each row begins at an EDGE."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % (EDGE // rows.element_size())))
+    width = rows.shape[1]
+    return _padded(rows, width + -width % (EDGE // rows.element_size()))
+
+
+def _padded(rows: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[-1]))

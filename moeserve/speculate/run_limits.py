@@ -38,10 +38,11 @@ def cut_run(sequence: Sequence, tokens: Seq[int]) -> Run:
     return Run(len(tokens))
 
 
-def draft_room(sequence: Sequence, k: int) -> int:
+def draft_room(sequence: Sequence, k: int, late: bool = False) -> int:
     """Drafts that may be of use: the target adds one token to those that it accepts, and no
-    position lies behind the context limit. 0 where the prompt is not computed yet."""
-    room = sequence.max_output_tokens - sequence.num_output_tokens - 1
-    if sequence.aborted or sequence.num_remaining_tokens > 1:
+    position lies behind the context limit. 0 where the prompt is not computed yet. late: of a
+    sequence that gets a token in this step, one more at least than the host knows of."""
+    room = sequence.max_output_tokens - sequence.num_output_tokens - 1 - late
+    if sequence.aborted or (sequence.num_remaining_tokens > 1 and not late):
         return 0
     return max(min(k, room), 0)

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.device.stopwatch import HostStopwatch, Stopwatch
 from moeserve.errors import one_line
 from moeserve.plan import StepPlan, StepResult
 from moeserve.runner import ModelRunner
@@ -34,8 +35,10 @@ from moeserve.speculate.acceptance import Acceptance, mean_rate, predicted_speed
 from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth, Offer
 from moeserve.speculate.cost_model import CostModel, Costs
 from moeserve.speculate.drafter import DraftAsk, Drafter
+from moeserve.speculate.late import Late, LateDrafter, LateDrafts
 from moeserve.speculate.mtp import MtpDrafter, most_within
 from moeserve.speculate.run_limits import draft_room
+from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
 from moeserve.wire_speculation import SpeculationStats
@@ -85,6 +88,8 @@ class Speculator:
         self._ends = np.ones(policy.max_depth + 1)  # tokens of sequences over those of endless ones
         self._mixed = 0  # steps with prompts in a row
         self._verified = 0  # depth of the drafts that the step verifies
+        self.stopwatch: Stopwatch = HostStopwatch()  # of drafting that nobody waits for
+        self._late: tuple[list[DraftAsk], LateDrafts] | None = None  # under way
         scheduler.on_gone = self.gone
 
     # -- agreement -----------------------------------------------------------------------------
@@ -181,11 +186,52 @@ class Speculator:
                 rejected = plan.trees[i].num_nodes - verdict.num_accepted
                 self.drafter.settle(plan.sequences[i], verdict.num_accepted, rejected)
         trees = self.drafter.propose(asks, self.depth, self._step.max_tokens)
+        self._take(asks, trees, self._fan != 1, time.perf_counter() - start)
+
+    def drafts_late(self, plan: StepPlan) -> bool:
+        """Whether this step's drafts are judged, and those behind them made, before the host knows
+        its tokens: `ask_late` and `take_late` in place of `draft`. Of this rank alone: the rounds
+        are the same."""
+        drafter = self.drafter
+        if not (self.depth and plan.sampled and isinstance(drafter, LateDrafter)):
+            return False
+        if not all(tree.is_chain for tree in plan.trees.values()):
+            return False
+        return drafter.drafts_late([plan.sequences[i] for i in plan.sampled])
+
+    def ask_late(self, plan: StepPlan, hidden: Tensor, late: Late) -> list[Tensor]:
+        """Before the host knows what was chosen. hidden [T, D], late: of the step -> what is to be
+        brought over for `take_late`. What it raises, peers may wait for."""
+        drafter = self.drafter
+        assert isinstance(drafter, LateDrafter)
+        self.last_seconds, self._late = 0.0, None
+        self.stopwatch.start()
+        asks, self._num_prefill_rows = self._late_asks(plan, hidden)
+        drafts = drafter.ask_late(asks, self.depth, late)
+        self.stopwatch.stop()
+        self._late = asks, drafts
+        return drafts.tensors
+
+    def take_late(self, plan: StepPlan, result: StepResult | None, host: Seq[Tensor]) -> None:
+        """After the commit. host: what `ask_late` asked for; result None: there was none, and the
+        plan's sequences are gone."""
+        late, self._late = self._late, None
+        if late is None or result is None:
+            return
+        asks, drafts = late
+        verdicts = (result.verdicts.get(j) for j in range(len(plan.sampled)))
+        trees = drafts.told(host, [0 if v is None else v.num_accepted for v in verdicts])
+        self._take(asks, trees, True, self.stopwatch.seconds())
+
+    def _take(
+        self, asks: Seq[DraftAsk], trees: Seq[DraftTree], may_be_deep: bool, seconds: float
+    ) -> None:
+        """What was drafted lies with those that go on. may_be_deep: deeper than there is room."""
         for ask, tree in zip(asks, trees, strict=True):
-            if not tree.num_nodes:
-                continue
             sequence = ask.sequence
-            deepest = tree.depth if self._fan == 1 else min(self._room(sequence), self.depth)
+            if not tree.num_nodes or sequence.lease is None:
+                continue
+            deepest = min(self._room(sequence), self.depth) if may_be_deep else tree.depth
             if tree.depth > deepest or not sequence.stop_ids.isdisjoint(tree.tokens):
                 tree = tree.cut(deepest, sequence.stop_ids)
             sequence.drafts = tree
@@ -193,8 +239,8 @@ class Speculator:
         if failure is not None:
             self._note(failure)
         self.num_rounds += self.depth
-        self.last_seconds = time.perf_counter() - start
-        self.seconds += self.last_seconds
+        self.last_seconds = seconds
+        self.seconds += seconds
 
     def begin_round(self, number: int, num_rows: int) -> None:
         """For drafters that run collective rounds: hears of each before it."""
@@ -305,13 +351,12 @@ class Speculator:
         if result is None:
             return [], 0
         most = self._allot(plan) if self.depth else {}
+        firsts = [0, *accumulate(plan.counts)]
         verdicts = {plan.sampled[j]: verdict for j, verdict in result.verdicts.items()}
         wants_hidden = self.drafter.wants_hidden
         asks: list[DraftAsk] = []
         num_prefill_rows, decodes = 0, set(plan.decodes)
-        firsts = [0, *accumulate(plan.counts)]
-        # Decodes first, so that load is told by phase (`StepRecorder.begin_round`).
-        for i in [*plan.decodes, *(i for i in range(len(plan.sequences)) if i not in decodes)]:
+        for i in _decodes_first(plan):
             sequence, start, first = plan.sequences[i], plan.starts[i], firsts[i]
             if sequence.lease is None:
                 continue
@@ -328,13 +373,35 @@ class Speculator:
             asks.append(DraftAsk(sequence, most.get(i, 0), start, rows))
         return asks, num_prefill_rows
 
-    def _allot(self, plan: StepPlan) -> dict[int, int]:
-        """Drafts (of a tree, nodes) at most, of those whose next token the next step chooses."""
+    def _late_asks(self, plan: StepPlan, hidden: Tensor) -> tuple[list[DraftAsk], int]:
+        """Of all the plan's sequences, with all their rows; and the rows that are prompts."""
+        most, firsts = self._allot(plan, late=True), [0, *accumulate(plan.counts)]
+        numbers = {i: j for j, i in enumerate(plan.sampled)}
+        wants_hidden = self.drafter.wants_hidden
+        asks = [
+            DraftAsk(
+                plan.sequences[i],
+                most.get(i, 0),
+                plan.starts[i],
+                hidden[firsts[i] : firsts[i + 1]] if wants_hidden else None,
+                numbers.get(i),
+            )
+            for i in _decodes_first(plan)
+        ]
+        return asks, plan.num_prefill_tokens
+
+    def _allot(self, plan: StepPlan, late: bool = False) -> dict[int, int]:
+        """Drafts (of a tree, nodes) at most, of those whose next token the next step chooses.
+        late: before it is known what this one does."""
         able = [i for i in plan.sampled if plan.sequences[i].lease is not None]
         if not able:
             return {}
         members = [plan.sequences[i] for i in able]
-        room = [self._room(sequence) for sequence in members]
+        if late:
+            ends = [plan.starts[i] + plan.counts[i] + 1 for i in able]  # where all is accepted
+            room = [self._room(s, end) for s, end in zip(members, ends, strict=True)]
+        else:
+            room = [self._room(sequence) for sequence in members]
         left = self._most_levels(len(able))
         policy = self.policy
         if isinstance(policy, FixedDepth):
@@ -352,13 +419,14 @@ class Speculator:
         left = self._scheduler.limits.token_budget - num
         return max(int(left / self._fan), min(left, 1))
 
-    def _room(self, sequence: Sequence) -> int:
-        room = draft_room(sequence, self.depth)
+    def _room(self, sequence: Sequence, late: int | None = None) -> int:
+        """late: the most tokens that it may have after the step, where the host does not know."""
+        room = draft_room(sequence, self.depth, late is not None)
         if not self.drafter.runs_ahead:
             return room
         assert sequence.lease is not None
         owned = len(sequence.lease.table.ids) * self._scheduler.cache.block_size
-        return min(room, most_within(sequence.num_tokens, owned))
+        return min(room, most_within(sequence.num_tokens if late is None else late, owned))
 
     def gone(self, request_id: str) -> None:
         """The sequence has ended or lost its blocks."""
@@ -370,3 +438,9 @@ class Speculator:
             say(f"speculate: rank {self._rank} could not draft: {failure}; its drafts are left out")
         self.num_failures += 1
         self.failure = failure
+
+
+def _decodes_first(plan: StepPlan) -> list[int]:
+    """So that load is told by phase (`StepRecorder.begin_round`)."""
+    decodes = set(plan.decodes)
+    return [*plan.decodes, *(i for i in range(len(plan.sequences)) if i not in decodes)]

@@ -213,12 +213,17 @@ def test_the_same_results_as_ours_in_every_layer(backend: MlaBackend, block: int
 
 
 @pytest.mark.parametrize(("backend", "block"), BACKENDS)
-def test_lengths_that_the_host_does_not_know_are_asked_of_the_device(
+def test_lengths_that_the_host_does_not_know_are_asked_of_nobody(
     backend: MlaBackend, block: int
 ) -> None:
+    """Behind drafts that only the device has judged. Who plans on the host is passed over."""
     step, q, layer = world(block)
     problem = replace(PROBLEM, block_size=block)
     unknown = replace(step, lengths=None)
+    if isinstance(backend, FlashInferMla):
+        with pytest.raises(ShapeRefused, match="does not know these lengths"):
+            backend.step(problem, unknown)
+        return
     assert check_against_ours(backend, problem, unknown, q, layer) < 2**-6
 
 
@@ -350,9 +355,7 @@ def test_what_raises_after_it_has_decoded_is_an_error() -> None:
 
 
 def test_the_table_goes_down_to_the_second_fastest() -> None:
-    """And flashinfer decodes where it won, though the host knows no lengths."""
     step, q, layer = world()
-    step = replace(step, lengths=None)
     seconds = {"triton": 3.0, "flashinfer": 2.0, "flash_mla": 1.0}
     key = {"rows": 4, "context": 64, "heads": 4, "fp8": 0}
     table = Winners("chip", {"mla_decode": [Winner(key, "flash_mla", seconds)]})
@@ -363,3 +366,16 @@ def test_the_table_goes_down_to_the_second_fastest() -> None:
     assert fastest.choices[-1].endswith(
         ": flashinfer (no flash_mla: it raised RuntimeError: no kernel image is available)"
     )
+
+
+def test_the_table_passes_over_who_must_know_lengths() -> None:
+    step, q, layer = world()
+    step = replace(step, lengths=None)
+    key = {"rows": 4, "context": 64, "heads": 4, "fp8": 0}
+    seconds = {"triton": 3.0, "flashinfer": 2.0}
+    table = Winners("chip", {"mla_decode": [Winner(key, "flashinfer", seconds)]})
+    fastest = FastestMla(table, [FlashInferMla(NEW)])
+    out, _ = fastest.step(PROBLEM, step)(q, layer)
+    want, _ = TritonMla().step(PROBLEM, step)(q, layer)
+    assert torch.equal(out, want)
+    assert "does not know these lengths" in fastest.choices[-1]

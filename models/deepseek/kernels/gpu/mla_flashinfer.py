@@ -84,7 +84,9 @@ class FlashInferMla:
         rows = step.plan.num_rows
         if step.plan.ancestors is not None:
             raise ShapeRefused("FlashInfer finds positions by block tables only: no trees")
-        if step.lengths is not None and len(step.lengths) != rows:
+        if step.lengths is None:  # rows behind drafts that only the device has judged
+            raise ShapeRefused("FlashInfer plans on the host, which does not know these lengths")
+        if len(step.lengths) != rows:
             raise ShapeRefused(f"{len(step.lengths)} lengths: FlashInfer wants all {rows} rows'")
         if not rows:
             return lambda q, layer: (q[..., : problem.rank], q.new_empty(q.shape[:2]).float())
@@ -143,13 +145,11 @@ class FlashInferMla:
 
 
 def flat_metadata(step: MlaStep, block_size: int) -> dict[str, Tensor]:
-    """qo_indptr, kv_indptr [T + 1], kv_indices (blocks of each row, one after the other),
-    kv_len_arr [T], all int32. Lengths lie on the host, where FlashInfer plans; blocks are found on
-    the device, to which nothing is sent."""
-    known = step.lengths
-    if known is None:  # waits for the device, once a step: all layers share its plan
-        known = (step.plan.positions + 1).tolist()
-    lengths = torch.tensor([max(1, n) for n in known])  # padding: a position of the first sequence
+    """Of a step whose lengths are known: qo_indptr, kv_indptr [T + 1], kv_indices (blocks of each
+    row, one after the other), kv_len_arr [T], all int32. Lengths lie on the host, where FlashInfer
+    plans; blocks are found on the device, to which nothing is sent."""
+    assert step.lengths is not None
+    lengths = torch.tensor([max(1, n) for n in step.lengths])  # padding: one of the first sequence
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     starts[1:] = ((lengths + block_size - 1) // block_size).cumsum(0)
     on_device, tables = row_tables(step)
