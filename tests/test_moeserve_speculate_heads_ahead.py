@@ -3,35 +3,20 @@ included; the host waits once."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CUDA
+from heads_world import GREEDY, MOST, RANDOM, D, V, asks, eagle_asks, eagles, medusas, whole
 from speculate_world import pick_there
-from torch import Tensor
-from walked_model import walking
 
 from models import crossing
-from moeserve.request import Request, SamplingParams
-from moeserve.sequence import Sequence
 from moeserve.speculate import eagle_drafter, medusa
 from moeserve.speculate.drafter import DraftAsk
-from moeserve.speculate.eagle import EagleHead, EagleLayer
-from moeserve.speculate.eagle_drafter import EagleDrafter
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.medusa import MedusaDrafter, MedusaHead
 from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
-
-D, V = 12, 40
-GREEDY: dict[str, Any] = {}
-RANDOM: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 12, "seed": 5}
-KINDS = (GREEDY, RANDOM, {"logprobs": 2}, {"temperature": 1.3, "min_p": 0.05, "seed": 9})
-MOST = (3, 1, 0, 4, 2, 3, 7)
 
 
 @pytest.fixture
@@ -48,29 +33,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def whole(*shape: int, seed: int, most: int = 2) -> Tensor:
-    """Small whole numbers: sums of products are exact in any order, and many are equal."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=generator).float()
-
-
-def sequence(number: int, num_tokens: int = 5, **sampling: Any) -> Sequence:
-    params = SamplingParams(**({"max_tokens": 50, "temperature": 0.0} | sampling))
-    tokens = tuple((7 * i + number) % V for i in range(num_tokens))
-    return Sequence(
-        Request(request_id=f"{number}", prompt_token_ids=tokens, sampling=params), number, 100
-    )
-
-
-def asks(seed: int, kinds: Any = KINDS) -> list[DraftAsk]:
-    """Of all kinds; one without hidden states, some without room."""
-    made = []
-    for i, most in enumerate(MOST):
-        hidden = None if i == 5 else whole(1 + i % 3, D, seed=10 * seed + i)
-        made.append(DraftAsk(sequence(i, **kinds[i % len(kinds)]), most, 2, hidden))
-    return made
-
-
 @pytest.mark.parametrize("width", [1, 5, 60])
 def test_of_equal_probabilities_the_lowest_id_comes_first(width: int) -> None:
     probs = torch.softmax(whole(9, V, seed=width), dim=-1)
@@ -84,12 +46,6 @@ def test_of_equal_probabilities_the_lowest_id_comes_first(width: int) -> None:
 
 
 # -- Medusa ---------------------------------------------------------------------------------------
-
-
-def medusas(seed: int, **settings: Any) -> tuple[MedusaDrafter, MedusaDrafter]:
-    """On the host, there. Four heads without blocks: their logits are whole numbers."""
-    heads = [MedusaHead((), whole(V, D, seed=100 * seed + i, most=1)) for i in range(4)]
-    return MedusaDrafter(heads, **settings), MedusaDrafter(heads, **settings, pick=pick_there)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 9])
@@ -156,49 +112,6 @@ def test_medusas_trees_are_brought_once(nodes: int, width: int, looks: list[int]
 
 
 # -- EAGLE ----------------------------------------------------------------------------------------
-
-
-def eagle_head(layers: int = 1) -> EagleHead:
-    def made(*shape: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(sum(shape) + 100 * seed)
-        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-
-    parts = [
-        EagleLayer(
-            None, made(16, D, seed=i), made(8, D, seed=i + 1), made(8, D, seed=i + 2),
-            made(D, 16, seed=i + 3), 1 + made(D, seed=i), made(20, D, seed=i + 4),
-            made(20, D, seed=i + 5), made(D, 20, seed=i + 6),
-        )
-        for i in range(layers)
-    ]  # fmt: skip
-    return EagleHead(made(D, 2 * D, seed=9), None, None, tuple(parts), 4, 4, 500.0, 1e-5)
-
-
-def coarse(features: Tensor) -> Tensor:
-    """Logits of a few values: equal ones in each row, some far above the rest."""
-    out = whole(V, D, seed=77)
-    return (features.float() @ out.T / 3).round() * 2
-
-
-def eagles(**settings: Any) -> tuple[EagleDrafter, EagleDrafter]:
-    """On the host, there."""
-    head, embed = eagle_head(), whole(V, D, seed=3)
-    return (
-        EagleDrafter(head, embed, coarse, **settings),
-        EagleDrafter(head, embed, coarse, **settings, pick=pick_there),
-    )
-
-
-def eagle_asks(seed: int, kinds: Any = KINDS, more: int = 1) -> list[DraftAsk]:
-    """Prompts of unlike lengths, some behind a prefix that is not known. more: times as many."""
-    made = []
-    for i, most in enumerate(more * most for most in MOST):
-        one = sequence(i, 3 + 2 * i, **kinds[i % len(kinds)])
-        first = i % 3
-        generator = torch.Generator().manual_seed(10 * seed + i)
-        hidden = torch.randn(one.num_tokens - 1 - first, D, generator=generator)
-        made.append(DraftAsk(one, most, first, None if i == 5 else hidden))
-    return made
 
 
 def go_on(asks: list[DraftAsk], trees: list[DraftTree], seed: int, more: int) -> list[DraftAsk]:
@@ -272,76 +185,3 @@ def test_eagle_says_what_wants_the_host(
     host, there = eagles(max_depth=3, max_nodes=9)  # trees ask for nothing of the sort
     assert there.propose(eagle_asks(1, kinds), 3) == host.propose(eagle_asks(1, kinds), 3)
     assert len(looks) == 1 and not capsys.readouterr().err
-
-
-# -- waits ----------------------------------------------------------------------------------------
-
-WIDE = 128
-
-
-def cuda_drafter(kind: str, nodes: int | None, rule: Rule) -> Any:
-    """Weights are on the CPU until the drafter is made."""
-    if kind == "medusa":
-        blocks = ((torch.zeros(WIDE, WIDE), torch.zeros(WIDE)),)
-        heads = [MedusaHead(blocks, torch.zeros(2 * WIDE, WIDE)) for _ in range(4)]
-        return MedusaDrafter(heads, nodes, rule, device=CUDA)
-    layer = EagleLayer(
-        None, *(torch.zeros(WIDE, WIDE) for _ in range(4)), torch.zeros(WIDE),
-        *(torch.zeros(WIDE, WIDE) for _ in range(3)),
-    )  # fmt: skip
-    head = EagleHead(torch.zeros(WIDE, 2 * WIDE), None, None, (layer,), 2, 64, 1e4, 1e-5)
-    embed, out = (torch.zeros(2 * WIDE, WIDE, device=CUDA) for _ in range(2))
-    return EagleDrafter(
-        head, embed, lambda x: torch.nn.functional.linear(x, out), 4, nodes, rule=rule
-    )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
-@pytest.mark.parametrize("rule", list(Rule))
-@pytest.mark.parametrize("nodes", [None, 12])
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_a_device_is_waited_for_once(
-    kind: str, nodes: int | None, rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kinds = KINDS if rule is Rule.SAME or nodes else (GREEDY,)
-    home: Any = medusa if kind == "medusa" else eagle_drafter
-
-    def told(parts: Any) -> Any:
-        """Instead of zeros, which no tree may have as siblings."""
-        crossing.brought(parts)
-        return [_counted(x.shape, x.dtype) for x in parts]
-
-    with walking() as fake:
-        drafter = cuda_drafter(kind, nodes, rule)
-        if nodes:
-            monkeypatch.setattr(home, "brought", told)
-        for first in (0, 4):
-            members = [
-                DraftAsk(
-                    sequence(i, 5 + first, **kinds[i % len(kinds)]), most, first,
-                    torch.zeros(4, WIDE, device=CUDA),
-                )
-                for i, most in enumerate(MOST)
-            ]  # fmt: skip
-            fake.waits.clear()
-            trees = drafter.propose(members, 4)
-            assert [wait.partition(":")[0] for wait in fake.waits] == ["cpu crossing.py"]
-            most = nodes or 4
-            assert [tree.num_nodes for tree in trees] == [min(ask.most, most) for ask in members]
-            for ask in members:
-                drafter.settle(ask.sequence, 0, 0)
-        fake.waits.clear()
-        idle = [replace(ask, most=0) for ask in members]
-        assert all(tree.num_nodes == 0 for tree in drafter.propose(idle, 4))
-        assert fake.waits == []
-
-
-def _counted(shape: Seq[int], dtype: torch.dtype) -> Tensor:
-    """As of a tree whose nodes are the root's children: numbers, tokens, parents; or tokens of one
-    row after another."""
-    if dtype != torch.int64:
-        return torch.full(shape, 0.1, dtype=dtype)
-    made = torch.arange(shape[-1]).expand(shape).clone()
-    if len(shape) == 3:
-        made[2] = -1
-    return made

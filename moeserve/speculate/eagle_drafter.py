@@ -31,6 +31,7 @@ from moeserve.sequence import Sequence
 from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.eagle import EagleHead, Past, eagle_forward_many
+from moeserve.speculate.late import Late, LateDrafts
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.rounds_ahead import Pick, Picker
@@ -64,6 +65,9 @@ class _Rows:
     positions: list[int] = field(default_factory=list)
     pasts: list[Seq[Past]] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)  # [m, P + m] of each sequence
+    # Rows whose token was chosen by the step, and which of its own that is (`late`).
+    late_into: list[int] = field(default_factory=list)
+    late_from: list[int] = field(default_factory=list)
 
     def add(
         self,
@@ -126,8 +130,35 @@ class EagleDrafter:
                 return self._trees(asks, able, features, depth)
             pick = self._picker.takes(asks)
             if pick is not None:
-                return self._chains_ahead(asks, able, features, depth, pick)
+                chains = self._chains_ahead(asks, able, features, depth, pick)
+                return chains.trees(brought(chains.tensors))
             return self._chains(asks, able, features, depth)
+
+    def drafts_late(self, sequences: Seq[Sequence]) -> bool:
+        """Whether `ask_late` may be called in a step that samples these."""
+        if self.max_nodes > self.max_depth:
+            return False
+        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+
+    @torch.inference_mode()
+    def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
+        """`propose`, of asks whose tokens only the device knows: the rows of all drafts of the step
+        go through the head, and those of rejected ones are dropped once the host knows."""
+        depth, pick = min(depth, self.max_depth), self._picker.pick
+        assert pick is not None and depth > 0
+        with one_thread():
+            features = self._keep_up(asks, late)
+            able = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
+            chains = self._chains_ahead(asks, able, features, depth, pick, late) if able else None
+
+        def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
+            for ask in asks:
+                known = self._known.get(ask.sequence.request_id)
+                if known is not None and ask.late is not None:
+                    known.rewind(known.end - late.drafts[ask.late] + accepted[ask.late])
+            return [DraftTree()] * len(asks) if chains is None else chains.trees(host)
+
+        return LateDrafts([] if chains is None else chains.tensors, told)
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         known = self._known.get(sequence.request_id)
@@ -144,8 +175,9 @@ class EagleDrafter:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _keep_up(self, asks: Seq[DraftAsk]) -> list[Tensor | None]:
-        """Put the new rows behind what is known -> the last one's feature [1, D] of each."""
+    def _keep_up(self, asks: Seq[DraftAsk], late: Late | None = None) -> list[Tensor | None]:
+        """Put the new rows behind what is known -> the last one's feature [1, D] of each; with late
+        verdicts those of all its drafts too, [drafts + 1, D]."""
         rows = _Rows()
         places: list[int] = []
         for i, ask in enumerate(asks):
@@ -159,20 +191,35 @@ class EagleDrafter:
             past, own = first - known.start, torch.arange(m, device=self._device)
             mask = torch.arange(past + m, device=self._device) <= past + own[:, None]
             tokens = sequence.tokens[first + 1 : first + m + 1]
+            if ask.late is not None:
+                assert late is not None
+                num, chosen = late.drafts[ask.late] + 1, late.firsts[ask.late]
+                end = len(rows.tokens) + m
+                rows.late_into += range(end - num, end)
+                rows.late_from += range(chosen, chosen + num)
+                tokens += [0] * num
+            assert len(tokens) == m, "the token after a row is not known"
             rows.add(tokens, ask.hidden, range(first, first + m), known.past, mask)
             places.append(i)
         found: list[Tensor | None] = [None] * len(asks)
         if places:
-            features, pasts = self._forward(rows)
+            features, pasts = self._forward(rows, late)
             for i, feature, past_of in zip(places, features, pasts, strict=True):
                 self._known[asks[i].sequence.request_id].past = past_of
-                found[i] = feature[-1:]
+                number = asks[i].late
+                drafts = late.drafts[number] if late is not None and number is not None else 0
+                found[i] = feature[-1 - drafts :]
         return found
 
-    def _forward(self, rows: _Rows) -> tuple[list[Tensor], list[list[Past]]]:
+    def _forward(
+        self, rows: _Rows, late: Late | None = None
+    ) -> tuple[list[Tensor], list[list[Past]]]:
         """-> each sequence's features [m, D], and its keys and values with these rows."""
-        host = [torch.tensor(rows.tokens), torch.tensor(rows.positions)]
-        tokens, positions = sent_all(host, self._device)
+        known = (rows.tokens, rows.positions, rows.late_into, rows.late_from)
+        host = [torch.tensor(x, dtype=torch.int64) for x in known]
+        tokens, positions, into, out_of = sent_all(host, self._device)
+        if late is not None:
+            tokens = tokens.index_copy(0, into, late.tokens.index_select(0, out_of))
         return self._forward_there(
             tokens, torch.cat(rows.hidden), positions, rows.pasts, rows.masks
         )
@@ -200,29 +247,37 @@ class EagleDrafter:
         features: Seq[Tensor | None],
         depth: int,
         pick: Pick,
-    ) -> list[DraftTree]:
+        late: Late | None = None,
+    ) -> ChainsAhead:
         """A round a draft, of as many rows as may draft there."""
-        chains = ChainsAhead(asks, able, depth, self._device, pick)
-        last, pasts, lengths, ends = self._begin(asks, chains.order, features)
+        chains = ChainsAhead(asks, able, depth, self._device, pick, late)
+        parts, pasts, lengths, ends = self._begin(asks, chains.order, features)
+        last = chains.last_rows(parts)
+        rejected = chains.accepted - sent(torch.tensor(chains.drafts), self._device)
+        positions = ends + rejected
+        seen = [
+            torch.arange(length, device=self._device) < length + minus
+            for length, minus in zip(lengths, rejected.unbind(), strict=True)
+        ]
         counts = [k for k in chains.counts if k]
         for d, k in enumerate(counts):
             tokens = chains.choose(self._logits_of(last[:k]))
             if d + 1 == len(counts):
                 break
             k = counts[d + 1]
-            masks = [
-                torch.ones(1, length + d + 1, dtype=torch.bool, device=self._device)
-                for length in lengths[:k]
-            ]
-            made, pasts = self._forward_there(tokens[:k], last[:k], ends[:k] + d, pasts[:k], masks)
+            masks = [torch.cat([x, x.new_ones(d + 1)])[None] for x in seen[:k]]
+            made, pasts = self._forward_there(
+                tokens[:k], last[:k], positions[:k] + d, pasts[:k], masks
+            )
             last = torch.cat(made)
-        return chains.trees(brought(chains.tensors))
+        return chains
 
     def _trees_ahead(
         self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
     ) -> list[DraftTree]:
         """A level of all trees at once."""
-        rows, pasts, lengths, ends = self._begin(asks, able, features)
+        parts, pasts, lengths, ends = self._begin(asks, able, features)
+        rows = torch.cat(parts)
         trees = TreesAhead(len(able), self._width, self._device)
         trees.add(self._logits_of(rows))
         for d in range(depth - 1):
@@ -246,12 +301,12 @@ class EagleDrafter:
 
     def _begin(
         self, asks: Seq[DraftAsk], order: Seq[int], features: Seq[Tensor | None]
-    ) -> tuple[Tensor, list[list[Past]], list[int], Tensor]:
-        """Of these asks: features [S, D], what is known, how many rows of it, where it ends [S]."""
+    ) -> tuple[list[Tensor], list[list[Past]], list[int], Tensor]:
+        """Of these asks: features, what is known, how many rows of it, where it ends [S]."""
         known = [self._known[asks[i].sequence.request_id] for i in order]
-        rows = torch.cat([feature for i in order if (feature := features[i]) is not None])
+        parts = [feature for i in order if (feature := features[i]) is not None]
         ends = sent(torch.tensor([k.end for k in known]), self._device)
-        return rows, [k.past for k in known], [k.end - k.start for k in known], ends
+        return parts, [k.past for k in known], [k.end - k.start for k in known], ends
 
     # -- chosen on the host --------------------------------------------------------------------
 

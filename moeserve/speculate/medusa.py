@@ -30,6 +30,7 @@ from moeserve.sequence import Sequence
 from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.head_file import HeadFile
+from moeserve.speculate.late import Late, LateDrafts
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.rounds_ahead import Pick, Picker
@@ -145,10 +146,7 @@ class MedusaDrafter:
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
     ) -> list[DraftTree]:
         """See Drafter. The last row of each ask's hidden states is all that counts."""
-        depth = min(depth, self.max_depth)
-        able = [
-            i for i, a in enumerate(asks) if a.most > 0 and a.hidden is not None and len(a.hidden)
-        ]
+        depth, able = min(depth, self.max_depth), _able(asks)
         if not able or depth <= 0:
             return [DraftTree()] * len(asks)
         with one_thread():
@@ -156,8 +154,25 @@ class MedusaDrafter:
                 return self._trees(asks, able, depth)
             pick = self._picker.takes(asks)
             if pick is not None:
-                return self._chains_ahead(asks, able, depth, pick)
+                chains = self._chains_ahead(asks, able, depth, pick)
+                return chains.trees(brought(chains.tensors))
             return self._chains(asks, able, depth)
+
+    def drafts_late(self, sequences: Seq[Sequence]) -> bool:
+        """Whether `ask_late` may be called in a step that samples these."""
+        if self.max_nodes > self.max_depth:
+            return False
+        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+
+    @torch.inference_mode()
+    def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
+        """`propose`, of asks whose tokens only the device knows."""
+        depth, able, pick = min(depth, self.max_depth), _able(asks), self._picker.pick
+        if not able:
+            return LateDrafts([], lambda *_: [DraftTree()] * len(asks))
+        assert pick is not None and depth > 0
+        chains = self._chains_ahead(asks, able, depth, pick, late)
+        return LateDrafts(chains.tensors, lambda host, _: chains.trees(host))
 
     def _trees(self, asks: Seq[DraftAsk], able: Seq[int], depth: int) -> list[DraftTree]:
         """Their best tokens are chosen where they are, and brought over once."""
@@ -175,15 +190,20 @@ class MedusaDrafter:
         return trees
 
     def _chains_ahead(
-        self, asks: Seq[DraftAsk], able: Seq[int], depth: int, pick: Pick
-    ) -> list[DraftTree]:
-        """No head's choice is waited for but the last one's."""
-        chains = ChainsAhead(asks, able, depth, self._device, pick)
-        rows = _last_rows(asks, chains.order)
+        self,
+        asks: Seq[DraftAsk],
+        able: Seq[int],
+        depth: int,
+        pick: Pick,
+        late: Late | None = None,
+    ) -> ChainsAhead:
+        """No head's choice is waited for."""
+        chains = ChainsAhead(asks, able, depth, self._device, pick, late)
+        rows = chains.last_rows(_hidden(asks, chains.order))
         for head, k in zip(self._heads, chains.counts, strict=False):
             if k:
                 chains.choose(head.logits(rows[:k], self._logits_of))
-        return chains.trees(brought(chains.tensors))
+        return chains
 
     def _chains(self, asks: Seq[DraftAsk], able: Seq[int], depth: int) -> list[DraftTree]:
         """The host chooses, depth by depth."""
@@ -217,9 +237,17 @@ class MedusaDrafter:
         return sum(x.nbytes for head in self._heads for x in head.tensors)
 
 
+def _able(asks: Seq[DraftAsk]) -> list[int]:
+    return [i for i, a in enumerate(asks) if a.most > 0 and a.hidden is not None and len(a.hidden)]
+
+
+def _hidden(asks: Seq[DraftAsk], of: Seq[int]) -> list[Tensor]:
+    return [hidden for i in of if (hidden := asks[i].hidden) is not None]
+
+
 def _last_rows(asks: Seq[DraftAsk], of: Seq[int]) -> Tensor:
     """[A, D] of these asks."""
-    return torch.stack([hidden[-1] for i in of if (hidden := asks[i].hidden) is not None])
+    return torch.stack([hidden[-1] for hidden in _hidden(asks, of)])
 
 
 def _of(able: Seq[int], places: Seq[int]) -> list[int]:
