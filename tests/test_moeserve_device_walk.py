@@ -16,6 +16,7 @@ import pytest
 import torch
 from deep_gemm_double import Library
 from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
+from speculate_world import write_heads
 
 from ep.group import EPGroup
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
@@ -35,6 +36,8 @@ from moeserve.device.opening import open_graphs, warm_up_prefill
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
 from moeserve.request import Request, SamplingParams, ThinkingMarkers
+from moeserve.speculate.eagle_drafter import EagleDrafter
+from moeserve.speculate.medusa import MedusaDrafter
 from moeserve.speculate.mtp import MtpDrafter
 from moeserve.speculate.verify import Rule
 
@@ -234,6 +237,33 @@ def test_drafts(
         assert engine.runner.graphs is not None and engine.runner.graphs.num_replays > 0
         covered(fake.launches)
     assert capsys.readouterr().err.count("which waits for each round") == (most > 1)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_heads_draft_before_the_host_knows(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, tmp_path: Path
+) -> None:
+    heads = write_heads(tmp_path / kind, kind, 256, 512)
+    speculate = {"method": f"{kind}:{heads}:3"}
+    with engine_on_cuda(folders["bf16"], monkeypatch, 3, speculate=speculate) as (engine, fake):
+        model: Any = engine.runner.model
+        assert engine.speculator is not None
+        built: Any = engine.speculator.drafter  # of weights on the CPU
+        if kind == "medusa":
+            engine.speculator.drafter = MedusaDrafter(built._heads, device=CUDA)
+        else:
+            engine.speculator.drafter = EagleDrafter(
+                built._head, model.weights.embed,
+                lambda x: model.kernels.linear(
+                    x.bfloat16(), model.weights.head, out_dtype=torch.float32
+                ), 3,
+            )  # fmt: skip
+        ask(engine, 0, 30, **GREEDY)
+        ask(engine, 1, 4, **RANDOM)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
+        assert engine.scheduler.counters.drafted_tokens > 0
+        covered(fake.launches)
 
 
 @pytest.mark.parametrize("kind", ["on", "edited"])
