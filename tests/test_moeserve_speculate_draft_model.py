@@ -14,7 +14,9 @@ from moeserve.request import Request, SamplingParams
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_model import DraftModelDrafter, tokenizer_problems
 from moeserve.speculate.drafter import DraftAsk, Drafter
+from moeserve.speculate.late import judge
 from moeserve.speculate.rounds_ahead import Pick
+from moeserve.speculate.tree import DraftTree
 from moeserve.toy_model import ToyConfig, ToyModel
 
 VOCAB = 30
@@ -67,6 +69,64 @@ def test_as_its_own_target_it_drafts_the_targets_tokens_whatever_was_accepted(
     drafter.propose([DraftAsk(one, 4)], 4)
     assert model.rows[0] <= 2  # the token that was added, and a last draft that never ran
     assert drafter.memory_bytes() > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_before_the_host_knows_what_was_accepted(sampled: bool) -> None:
+    """Steps of a target that is the same model, judged where they are: drafts behind whatever was
+    accepted are those that follow."""
+    params = {"temperature": 0.9, "seed": 4} if sampled else {}
+    model = Rows()
+    drafter, known = drafter_of(model, pick=pick_there), drafter_of(model)
+    members = [sequence("a", 9, **params), sequence("b", 5, **params), sequence("c", 30)]
+    trees = [DraftTree()] * 3
+    rng = random.Random(3)
+    lengths = set()
+    for step in range(20):
+        # What the target chooses: drafts up to a place, and another token there.
+        accepted = [rng.randint(0, tree.num_nodes) for tree in trees]
+        chosen: list[int] = []
+        for tree, num in zip(trees, accepted, strict=True):
+            kept = list(tree.tokens[:num])
+            wrong = [(t + 1) % VOCAB for t in tree.tokens[num : num + 1]] or [7]
+            chosen += [*kept, *wrong, *(3,) * (tree.num_nodes - num)]
+        tokens = torch.tensor(chosen)
+        late = judge(tokens, torch.zeros(len(chosen), dtype=torch.bool), trees)
+        assert late.accepted.tolist() == accepted
+        most = [4, rng.randint(0, 3), 2]
+        asks = [DraftAsk(s, m, late=j) for j, (s, m) in enumerate(zip(members, most, strict=True))]
+        model.rows.clear()
+        under_way = drafter.ask_late(asks, 4, late)
+        assert len(model.rows) == 4
+        for j, member in enumerate(members):
+            first = late.firsts[j]
+            for token in chosen[first : first + accepted[j] + 1]:
+                member.append(token)
+            drafter.settle(member, accepted[j], trees[j].num_nodes - accepted[j])
+        trees = under_way.told(under_way.tensors, accepted)
+        asks = [DraftAsk(s, m) for s, m in zip(members, most, strict=True)]
+        assert trees == known.propose(asks, 4), step
+        lengths |= {tree.num_nodes for tree in trees}
+    assert lengths == {0, 1, 2, 3, 4}
+    assert all(
+        len(drafter._known[s.request_id].tokens) >= s.num_tokens - 1 for s in members
+    )  # they keep up
+
+
+def test_late_rows_have_their_place_among_the_most_of_a_step() -> None:
+    """A prompt that does not fit drafts once it has been computed."""
+    model = Rows()
+    drafter = drafter_of(model, max_rows=16, pick=pick_there)
+    long, trees = sequence("long", 40), []
+    for _ in range(4):
+        model.rows.clear()
+        late = judge(torch.tensor([5]), torch.tensor([False]), [DraftTree()])
+        under_way = drafter.ask_late([DraftAsk(long, 3, late=0)], 3, late)
+        long.append(5)
+        trees += under_way.told(under_way.tensors, [0])
+        assert model.rows[0] <= 16
+    assert [tree.num_nodes for tree in trees] == [0, 0, 3, 3]
+    assert list(trees[-1].tokens) == model.continue_prompt(long.tokens, 3)
 
 
 def test_long_prompts_are_computed_in_parts_and_full_pools_only_cost_drafts() -> None:

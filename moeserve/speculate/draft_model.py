@@ -26,6 +26,7 @@ from moeserve.errors import one_line
 from moeserve.sequence import Sequence
 from moeserve.speculate.draft_rounds import Chains, RoundRows
 from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.late import Late, LateDrafts
 from moeserve.speculate.rounds_ahead import Pick, Picker, RoundsAhead
 from moeserve.speculate.tree import DraftTree, chain
 from moeserve.speculate.verify import Rule
@@ -100,7 +101,8 @@ class DraftModelDrafter:
         self.failure = None
         rows = self._first(asks, depth) if depth > 0 else RoundRows()
         if (pick := self._picker.takes(asks)) is not None:
-            return self._propose_ahead(asks, rows, depth, pick)
+            rounds = self._ahead(asks, rows, depth, pick)
+            return self._told(asks, depth, rounds, rounds.found())
         chains = Chains(asks, self._rule)
         for number in range(depth):
             if not rows.asks and not self.collective:
@@ -120,24 +122,54 @@ class DraftModelDrafter:
                 known.tokens += draft
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
 
-    def _propose_ahead(
-        self, asks: Seq[DraftAsk], rows: RoundRows, depth: int, pick: Pick
-    ) -> list[DraftTree]:
+    def drafts_late(self, sequences: Seq[Sequence]) -> bool:
+        """Whether `ask_late` may be called in a step that samples these."""
+        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+
+    @torch.inference_mode()
+    def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
+        """`propose` in as many rounds, of asks whose tokens only the device knows."""
+        depth = min(depth, self.max_depth)
+        self.failure = None
+        rows = self._first(asks, depth, late)
+        pick = self._picker.pick
+        assert pick is not None and depth > 0
+        rounds = self._ahead(asks, rows, depth, pick, late)
+        computed = {rows.asks[place]: number for place, number in rows.late.items()}
+
+        def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
+            for i, number in computed.items():
+                known = self._known.get(asks[i].sequence.request_id)
+                if known is not None:
+                    known.certain += accepted[number] + 1
+                    known.tokens[:] = asks[i].sequence.tokens[: known.certain]
+            return self._told(asks, depth, rounds, rounds.told(host))
+
+        return LateDrafts(rounds.tensors, told)
+
+    def _ahead(
+        self, asks: Seq[DraftAsk], rows: RoundRows, depth: int, pick: Pick, late: Late | None = None
+    ) -> RoundsAhead:
         """All rounds without waiting for one (`rounds_ahead`)."""
         size = self._pages.block_size
-        rounds = RoundsAhead(rows, asks, depth, size, self._device, pick)
+        rounds = RoundsAhead(rows, asks, depth, size, self._device, pick, late)
 
         def forward(number: int, batch: ForwardBatch) -> Tensor | None:
             if not batch.num_tokens and not self.collective:
                 return None
             return self._model.forward(batch, self._pages).logits
 
-        found = rounds.run(forward)
+        rounds.ask(forward)
+        return rounds
+
+    def _told(
+        self, asks: Seq[DraftAsk], depth: int, rounds: RoundsAhead, found: list[list[int]]
+    ) -> list[DraftTree]:
         self.failure = rounds.failure
         for ask, tokens in zip(asks, found, strict=True):
-            if tokens:  # the last draft that may be was not computed
-                ran = tokens[: min(ask.most, depth) - 1]
-                self._known[ask.sequence.request_id].tokens += ran
+            known = self._known.get(ask.sequence.request_id)
+            if tokens and known is not None:  # the last draft that may be was not computed
+                known.tokens += tokens[: min(ask.most, depth) - 1]
         return [chain(tokens) for tokens in found]
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
@@ -156,24 +188,29 @@ class DraftModelDrafter:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _first(self, asks: Seq[DraftAsk], depth: int) -> RoundRows:
+    def _first(self, asks: Seq[DraftAsk], depth: int, late: Late | None = None) -> RoundRows:
         """Round 0: what is missing. Sequences that draft come before those that only keep up."""
         rows, left = RoundRows(), self._max_rows
         for i in sorted(range(len(asks)), key=lambda i: asks[i].most <= 0):
-            sequence = asks[i].sequence
-            known = self._open(sequence, sequence.num_tokens + depth)
+            sequence, number = asks[i].sequence, asks[i].late
+            coming = 0  # tokens that the step has chosen, those behind rejected drafts among them
+            if number is not None:
+                assert late is not None
+                coming = late.drafts[number] + 1
+            known = self._open(sequence, sequence.num_tokens + coming + depth)
             if known is None:
                 continue
-            self._rewind(known, sequence.tokens)
+            self._rewind(known, sequence.tokens, coming > 0)
             start = len(known.tokens)
             missing = sequence.tokens[start : start + left]
-            left -= len(missing)
-            if not missing:
-                continue
             known.tokens += missing
             known.certain = len(known.tokens)
-            done = known.certain == sequence.num_tokens
-            rows.add(i, start, missing, known.lease.table.ids, done and asks[i].most > 0)
+            done = known.certain == sequence.num_tokens and len(missing) + coming <= left
+            following = [*missing, *(0,) * coming] if done else missing
+            left -= len(following)
+            if following:
+                wanted, blocks = done and asks[i].most > 0, known.lease.table.ids
+                rows.add(i, start, following, blocks, wanted, number if done else None)
         return rows
 
     def _open(self, sequence: Sequence, num_positions: int) -> _Known | None:
@@ -193,10 +230,11 @@ class DraftModelDrafter:
         blocks.grow(known.lease, num_positions)
         return known
 
-    def _rewind(self, known: _Known, tokens: Seq[int]) -> None:
+    def _rewind(self, known: _Known, tokens: Seq[int], more: bool) -> None:
         """Drop rows of drafts that were not accepted; the last token's row is always computed, its
-        logits are what is wanted."""
-        end = min(known.certain, len(tokens) - 1)
-        while end < min(len(known.tokens), len(tokens) - 1) and known.tokens[end] == tokens[end]:
+        logits are what is wanted. more: there are tokens behind these."""
+        last = len(tokens) if more else len(tokens) - 1
+        end = min(known.certain, last)
+        while end < min(len(known.tokens), last) and known.tokens[end] == tokens[end]:
             end += 1
         del known.tokens[end:]

@@ -117,8 +117,8 @@ class MtpDrafter:
         self.failure = None
         rows, hidden = self._first(asks) if depth > 0 else (RoundRows(), self._no_rows)
         if (pick := self._picker.takes(asks)) is not None:
-            rounds, forward = self._ahead(asks, rows, hidden, depth, pick)
-            found = rounds.run(forward)
+            rounds = self._ahead(asks, rows, hidden, depth, pick)
+            found = rounds.found()
             self.failure = rounds.failure
             return [chain(tokens) for tokens in found]
         chains = Chains(asks, self._rule)
@@ -157,8 +157,7 @@ class MtpDrafter:
         rows, hidden = self._first(asks, late)
         pick = self._picker.pick
         assert pick is not None and depth > 0
-        rounds, forward = self._ahead(asks, rows, hidden, depth, pick, late)
-        rounds.ask(forward)
+        rounds = self._ahead(asks, rows, hidden, depth, pick, late)
 
         def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
             for ask in asks:
@@ -174,8 +173,8 @@ class MtpDrafter:
     def _ahead(
         self, asks: Seq[DraftAsk], rows: RoundRows, hidden: Tensor, depth: int, pick: Pick,
         late: Late | None = None,
-    ) -> tuple[RoundsAhead, Callable[[int, ForwardBatch], Tensor]]:  # fmt: skip
-        """All rounds without waiting for one, and what they call."""
+    ) -> RoundsAhead:  # fmt: skip
+        """All rounds without waiting for one."""
         size, device = self._cache.block_size, self._pages.device
         rounds = RoundsAhead(rows, asks, depth, size, device, pick, late)
 
@@ -188,7 +187,8 @@ class MtpDrafter:
             hidden = out.hidden
             return out.logits
 
-        return rounds, forward
+        rounds.ask(forward)
+        return rounds
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         """Nothing to undo: rows of drafts are behind the end."""

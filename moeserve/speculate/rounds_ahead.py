@@ -88,7 +88,7 @@ def _wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:
 
 
 class RoundsAhead:
-    """The rounds of a step: `run`, or `ask` and, when its `tensors` were brought over, `told`.
+    """The rounds of a step: `ask`, and `told` when its `tensors` were brought over, or `found`.
     failure: why this rank drafted nothing, None where it did."""
 
     def __init__(
@@ -139,20 +139,10 @@ class RoundsAhead:
             self._settle_late(late, places, size)
         self._draws = RowDraws.of(draws, self._outs[0]) if is_random else None
 
-    def run(self, forward: Callable[[int, ForwardBatch], Tensor | None]) -> list[list[int]]:
-        """forward: a round's number and rows -> logits, or None: no more rounds. The drafts of each
-        ask; none where tokens could not be chosen on this rank, whose rounds go on without rows."""
-        self.ask(forward)
-        host: list[Tensor] = []
-        if self.failure is None:
-            try:
-                host = brought(self.tensors)
-            except Exception as error:  # no peer waits for it
-                self.failure = one_line(error)
-        return self.told(host)
-
     def ask(self, forward: Callable[[int, ForwardBatch], Tensor | None]) -> None:
-        """The same; nothing is waited for."""
+        """Run them all; nothing is waited for. forward: a round's number and rows -> logits, or
+        None: no more rounds. Where tokens could not be chosen on this rank, the rounds behind go on
+        without rows."""
         for number in range(len(self._counts)):
             logits = forward(number, self._batch(number))
             if logits is None:
@@ -163,13 +153,24 @@ class RoundsAhead:
                 self.failure = one_line(error)
                 self._counts = [0] * len(self._counts)
 
+    def found(self) -> list[list[int]]:
+        """`told`, waited for."""
+        host: list[Tensor] = []
+        if self.failure is None:
+            try:
+                host = brought(self.tensors)
+            except Exception as error:  # no peer waits for it
+                self.failure = one_line(error)
+        return self.told(host)
+
     @property
     def tensors(self) -> list[Tensor]:
         """What `told` tells from. None where there is a failure."""
         return [*self._tokens, *self._failed] if self.failure is None else []
 
     def told(self, host: Seq[Tensor]) -> list[list[int]]:
-        """host: the tensors, brought over. Of each ask: what it drafted."""
+        """host: the tensors, brought over. Of each ask: what it drafted; nothing where there is a
+        failure."""
         found: list[list[int]] = [[] for _ in self._given]
         if self.failure is not None:
             return found

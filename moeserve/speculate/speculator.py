@@ -22,9 +22,11 @@ from itertools import accumulate
 from math import ceil
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.crossing import sent
 from moeserve.device.stopwatch import HostStopwatch, Stopwatch
 from moeserve.errors import one_line
 from moeserve.plan import StepPlan, StepResult
@@ -369,7 +371,8 @@ class Speculator:
                 if verdict is None or plan.trees[i].is_chain:
                     rows = hidden[first : first + num]
                 else:
-                    rows = hidden[[first + row for row in verdict.rows[:num]]]
+                    accepted = torch.tensor([first + row for row in verdict.rows[:num]])
+                    rows = hidden.index_select(0, sent(accepted, hidden.device))
             asks.append(DraftAsk(sequence, most.get(i, 0), start, rows))
         return asks, num_prefill_rows
 
