@@ -21,12 +21,12 @@ from torch import Tensor
 from dispatch.base import PeerError
 from dispatch.step_guard import StepGuard
 from ep.group import EPGroup
-from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.rebalance import Ballot
 from models.crossing import brought
 from models.interface import ForwardOutput
 from moeserve.batch import StepBatch
+from moeserve.engine_report import load_report, rank_stats
 from moeserve.errors import EngineFailed, NotReady, one_line
 from moeserve.lockstep import Lockstep, PeerFailed, Phase, StepAgreement, Vote
 from moeserve.plan import StepPlan, StepResult
@@ -38,7 +38,7 @@ from moeserve.scheduler import Scheduler
 from moeserve.speculate.speculator import Speculator
 from moeserve.tracing import StepTracer
 from moeserve.wire import CacheEvents, RankStats
-from moeserve.wire_experts import Counts, FromRank, LoadReport, PlacementInUse
+from moeserve.wire_experts import FromRank, LoadReport, PlacementInUse
 from moeserve.wire_rebalance import Rebalance, RebalanceReport
 
 MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
@@ -78,7 +78,7 @@ class Engine:
         self._refusals: list[RebalanceReport] = []
         self._told: ExpertPlacement | None = None  # the placement that was last reported
         self._failed_steps = 0
-        self._process = psutil.Process()
+        self.process = psutil.Process()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -396,22 +396,7 @@ class Engine:
 
     def load_report(self, ask: int = 0) -> LoadReport:
         """Expert load of this rank's tokens up to now; of no layers where none is counted."""
-        recorder = self.recorder or StepRecorder()
-        window = recorder.window
-        first, last = (window and window.step_range) or (0, 0)
-        return LoadReport(
-            rank=self.group.rank,
-            ask=ask,
-            step=self.num_steps,
-            generation=0 if self.placement is None else self.placement.generation,
-            tokens=(recorder.tokens[0], recorder.tokens[1]),
-            totals=Counts.pack(recorder.totals),
-            window=Counts.pack(window.totals_by_phase() if window else recorder.totals),
-            window_steps=window.steps if window else 0,
-            window_first=first,
-            window_last=last,
-            rows=Counts.pack(recorder.rows_total),
-        )
+        return load_report(self, ask)
 
     # -- what shows ----------------------------------------------------------------------------
 
@@ -428,47 +413,7 @@ class Engine:
         return CacheEvents(rank=self.group.rank, added=added, removed=removed)
 
     def stats(self, with_load: bool = True) -> RankStats:
-        scheduler, counters = self.scheduler, self.scheduler.counters
-        cache = scheduler.cache
-        load: tuple[int, ...] = ()
-        shape, balance = (0, 0), 0.0
-        if self.recorder is not None and (window := self.recorder.window) is not None:
-            shape = (window.num_layers, window.num_experts)
-            if self.placement is not None:
-                balance = float(balancedness(window.totals(), self.placement).mean())
-            if with_load:
-                load = tuple(self.recorder.totals.sum(axis=0).ravel().tolist())
-        dispatcher = getattr(self.runner.model, "dispatcher", None)
-        return RankStats(
-            rank=self.group.rank,
-            step=self.num_steps,
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_used_blocks=cache.pool.num_used - cache.tree.num_idle,
-            num_cached_blocks=cache.tree.num_idle,
-            num_free_blocks=cache.num_available,
-            num_wasted_slots=scheduler.num_wasted_slots,
-            prompt_tokens=counters.prompt_tokens,
-            computed_prompt_tokens=counters.computed_prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            output_tokens=counters.output_tokens,
-            preemptions=counters.preemptions,
-            finished=counters.finished,
-            aborted=counters.aborted,
-            step_seconds_total=self.step_seconds_total,
-            step_seconds_last=self.step_seconds_last,
-            lockstep_age=self.lockstep.age,
-            placement_generation=0 if self.placement is None else self.placement.generation,
-            expert_shape=shape,
-            expert_load=load,
-            rank_balance=balance,
-            dispatch_bytes=0 if dispatcher is None else dispatcher.stats.bytes_sent,
-            rss_bytes=self._process.memory_info().rss,
-            masked_ranks=self.runner.masked_ranks,
-            part_seconds={} if self.recorder is None else dict(self.recorder.seconds),
-            rebalance=None if self.rebalancer is None else self.rebalancer.stats(),
-            speculation=None if self.speculator is None else self.speculator.stats(),
-        )
+        return rank_stats(self, with_load)
 
     def close(self) -> None:
         """Give the dispatcher's buffers back; end what moves experts."""

@@ -14,8 +14,7 @@ Shape letters: T rows of the step, D hidden, K largest depth, R ranks.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Collection
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,13 +32,14 @@ from moeserve.plan import StepPlan, StepResult
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import Scheduler
 from moeserve.sequence import Sequence
-from moeserve.speculate.acceptance import Acceptance, mean_rate, predicted_speedup
+from moeserve.speculate.acceptance import Acceptance
 from moeserve.speculate.adaptive import AdaptiveDepth, FixedDepth, Offer
 from moeserve.speculate.cost_model import CostModel, Costs
 from moeserve.speculate.drafter import DraftAsk, Drafter
 from moeserve.speculate.late import Late, LateDrafter, LateDrafts
 from moeserve.speculate.mtp import MtpDrafter, most_within
 from moeserve.speculate.run_limits import draft_room
+from moeserve.speculate.told import speculation_stats
 from moeserve.speculate.tree import DraftTree
 from moeserve.speculate.verify import Rule
 from moeserve.terminal import say
@@ -76,15 +76,15 @@ class Speculator:
         self.costs = CostModel()
         self._runner, self._scheduler, self._rank = runner, scheduler, rank
         self._step = Agreed()
-        self._max_next = 0  # sequences of any rank that may draft in this step
+        self.max_next = 0  # sequences of any rank that may draft in this step
         self._num_prefill_rows = self._num_held = 0  # of round 0
         self.depth = 0
         self.num_rounds = self.num_failures = 0
         self.seconds = self.last_seconds = 0.0
         self.failure: str | None = None
-        self._temperatures = 0.0
-        self._depths = [0] * (policy.max_depth + 1)  # steps in which somebody could draft
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
+        self.temperatures = 0.0
+        self.depths = [0] * (policy.max_depth + 1)  # steps in which somebody could draft
+        self.recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # depth, sequences of a rank
         # Rows of a tree for each of its levels; 1 of a chain.
         self._fan = max(drafter.max_nodes / drafter.max_depth, 1.0)
         self._ends = np.ones(policy.max_depth + 1)  # tokens of sequences over those of endless ones
@@ -139,8 +139,8 @@ class Speculator:
         """columns [R, num_columns]: of all ranks."""
         self._step, self._verified = Agreed(max_tokens, decode_only), self.depth
         policy = self.policy
-        self._max_next, room, self._num_held = columns[:, :NEED].max(axis=0).tolist()
-        if not self._max_next:
+        self.max_next, room, self._num_held = columns[:, :NEED].max(axis=0).tolist()
+        if not self.max_next:
             self.depth = min(policy.depth, 1)  # nobody drafts: one round, to keep up with prompts
         elif isinstance(policy, FixedDepth):
             self.depth = policy.depth
@@ -153,12 +153,12 @@ class Speculator:
                 self.costs.renew()
         else:
             self.depth = policy.pass_by()
-        if self._max_next:
+        if self.max_next:
             # What nobody has room for is not run, but that prompts are kept up with.
             self.depth = min(self.depth, room if decode_only else max(room, 1))
-            self._depths[self.depth] += 1
+            self.depths[self.depth] += 1
             if self.depth:
-                self._recent.append((self.depth, self._max_next))
+                self.recent.append((self.depth, self.max_next))
         self._scheduler.ahead = max(self.depth - 1, 0) if self.drafter.runs_ahead else 0
 
     # -- the step ------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Speculator:
             i = plan.sampled[j]
             sequence, tree = plan.sequences[i], plan.trees[i]
             self.acceptance.add(sequence.request_id, tree.depth, verdict.num_accepted)
-            self._temperatures += sequence.temperature
+            self.temperatures += sequence.temperature
 
     def draft(self, plan: StepPlan, hidden: Tensor, result: StepResult | None) -> None:
         """After the commit. hidden [T, D]: of the step's rows. result None: there was none, and the
@@ -248,7 +248,7 @@ class Speculator:
         """For drafters that run collective rounds: hears of each before it."""
         first = number == 0
         self._runner.begin_round(
-            self._step.max_tokens + self._num_held if first else self._max_next,
+            self._step.max_tokens + self._num_held if first else self.max_next,
             self._step.decode_only,
             num_rows,
             num_rows - self._num_prefill_rows if first else num_rows,
@@ -256,7 +256,7 @@ class Speculator:
 
     def warm_up(self) -> None:
         """Rounds of no rows. Collective where the drafter is."""
-        self._step, self._max_next = Agreed(), 0
+        self._step, self.max_next = Agreed(), 0
         self.drafter.propose([], 2, 0)
 
     def timed(self, seconds: float) -> None:
@@ -270,7 +270,7 @@ class Speculator:
         rounds = self.depth if self.last_seconds and few else 0
         rows = self._step.max_tokens
         if self._mixed:  # some rank always has a prompt: what do drafts add to such steps?
-            rows = max(self._max_next, 1) * (1 + self._verified)
+            rows = max(self.max_next, 1) * (1 + self._verified)
         self.costs.add(rows, seconds - self.last_seconds, rounds, self.last_seconds)
 
     def failed(self, error: Exception) -> None:
@@ -283,44 +283,7 @@ class Speculator:
     # -- what shows ----------------------------------------------------------------------------
 
     def stats(self) -> SpeculationStats:
-        counters, acceptance = self._scheduler.counters, self.acceptance
-        runs = acceptance.num_runs
-        ratio = self.costs.costs().ratio(self.depth, max(self._max_next, 1))
-        recent = self._recent
-        return SpeculationStats(
-            drafter=self.drafter.name,
-            rule=self.rule.value,
-            depth=self.depth,
-            adaptive=isinstance(self.policy, AdaptiveDepth),
-            drafted_tokens=counters.drafted_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            runs=runs,
-            drafted=tuple(acceptance.drafted.tolist()),
-            accepted=tuple(acceptance.accepted.tolist()),
-            temperature=self._temperatures / runs if runs else 0.0,
-            predicted=self._predicted([(self.depth, max(self._max_next, 1))]),
-            cost_ratio=ratio,
-            rounds=self.num_rounds,
-            seconds=self.seconds,
-            failures=self.num_failures,
-            failure=self.failure,
-            memory_bytes=self.drafter.memory_bytes(),
-            depths=tuple(self._depths),
-            recent_steps=len(recent),
-            recent_depth=sum(depth for depth, _ in recent) / len(recent) if recent else 0.0,
-            recent_predicted=self._predicted(recent),
-        )
-
-    def _predicted(self, steps: Collection[tuple[int, int]]) -> float:
-        """Mean over steps (depth, sequences) of what the theorem says with the acceptance and costs
-        of now. 1 where nothing is known."""
-        if not (steps and self.acceptance.num_runs and self.costs.is_known):
-            return 1.0
-        reach, costs, total = self.acceptance.reach(), self.costs.costs(), 0.0
-        rates = {depth: mean_rate(reach, depth) for depth in {depth for depth, _ in steps}}
-        for (depth, num), count in Counter(steps).items():
-            total += count * predicted_speedup(rates[depth], depth, costs.ratio(depth, num))
-        return total / len(steps)
+        return speculation_stats(self, self._scheduler.counters)
 
     # -- parts ---------------------------------------------------------------------------------
 
