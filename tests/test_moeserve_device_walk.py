@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from moeserve.device.opening import open_graphs, warm_up_prefill
 from moeserve.device.staging import Staging
 from moeserve.engine import Engine
 from moeserve.request import Request, SamplingParams, ThinkingMarkers
+from moeserve.speculate.draft_model import DraftModelDrafter
 from moeserve.speculate.eagle_drafter import EagleDrafter
 from moeserve.speculate.medusa import MedusaDrafter
 from moeserve.speculate.mtp import MtpDrafter
@@ -115,6 +117,7 @@ def steps(engine: Engine, fake: FakeCuda) -> Iterator[list[str]]:
         for output in engine.step():
             assert output.error is None, output.error
         assert engine.failure is None
+        assert engine.speculator is None or engine.speculator.failure is None
         yield list(fake.waits)
     raise AssertionError("there is still work")
 
@@ -260,6 +263,29 @@ def test_heads_draft_before_the_host_knows(
             )  # fmt: skip
         ask(engine, 0, 30, **GREEDY)
         ask(engine, 1, 4, **RANDOM)
+        waits = list(steps(engine, fake))
+        assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
+        assert engine.scheduler.counters.drafted_tokens > 0
+        covered(fake.launches)
+
+
+def test_drafts_of_a_draft_model(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is its own draft model, but that no other rank hears of its rows."""
+    speculate = {"method": "mtp:3"}
+    with engine_on_cuda(folders["fp8"], monkeypatch, 3, speculate=speculate) as (engine, fake):
+        assert engine.speculator is not None
+        model: Any = engine.runner.model
+        forward = model.forward
+
+        def unbounded(*args: Any) -> Any:
+            model.dispatcher.set_step_bound(None)
+            return forward(*args)
+
+        alone = SimpleNamespace(device=CUDA, cache_spec=model.cache_spec, forward=unbounded)
+        drafter = DraftModelDrafter(alone, 64, 16, 6, max_depth=3)  # type: ignore[arg-type]
+        engine.speculator.drafter = drafter
+        for number, sampling in enumerate((GREEDY, RANDOM, GREEDY | {"logprobs": 2})):
+            ask(engine, number, 30 if number == 0 else 4, **sampling)
         waits = list(steps(engine, fake))
         assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
         assert engine.scheduler.counters.drafted_tokens > 0

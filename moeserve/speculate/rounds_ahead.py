@@ -265,7 +265,7 @@ class _Behind:
         positions = self.positions - _padded(rejected, self.positions.shape[1])
         at = positions[:, :num]
         blocks = (at // size).clamp(0, max(width - 1, 0))
-        slots = self.tables.long().gather(1, blocks.T).T.contiguous() * size + at % size
+        slots = self.tables.long()[self.numbers, blocks] * size + at % size
         return replace(
             self, positions=positions, slots=_wide(slots), contexts=_wide((at + 1).to(torch.int32))
         )
