@@ -153,8 +153,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def ask(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> AskedStep:
-        """`choose` of a step without branching trees and without chances (`Rule.REJECTION`), where
-        nothing is waited for: `told` gives its result once its `tensors` were brought over."""
+        """`choose` of a step whose drafts were chosen by no chance of their own: nothing is waited
+        for, `told` gives its result once its `tensors` were brought over."""
         trees = _trees_of(plan)
         chosen = logits[: batch.num_chosen]
         prompts = Prompts(batch.prompt_rows, logits)

@@ -14,16 +14,14 @@ depth are the first k; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from models.crossing import sent
 from moeserve.row_draws import draws_of
 from moeserve.sequence import SamplingNeeds
 from moeserve.speculate.drafter import DraftAsk
-from moeserve.speculate.late import Late
+from moeserve.speculate.late import Late, LateEnds
 from moeserve.speculate.rounds_ahead import Pick
 from moeserve.speculate.tree import DraftTree, chain
 
@@ -32,8 +30,7 @@ class ChainsAhead:
     """`choose` depth by depth; then `tensors`, once they are on the host, are what `trees` tells.
 
     order [S]: numbers of asks; counts: by depth, the rows k that draft there, 0 behind the last.
-    drafts [S]: of the step, judged late; accepted [S] int64: how many of them were, on the device.
-    """
+    ends: where drafting goes on from, in this order."""
 
     def __init__(
         self,
@@ -48,15 +45,8 @@ class ChainsAhead:
         self.order = sorted(able, key=lambda i: -asks[i].most)
         self.counts = [sum(asks[i].most > d for i in able) for d in range(depth)]
         members = [asks[i] for i in self.order]
-        numbers = [ask.late for ask in members if ask.late is not None]
-        self.drafts = [0] * len(members)
-        self.accepted = torch.zeros(len(members), dtype=torch.int64, device=device)
-        self._out = 0  # tokens that the host does not know of
-        if late is not None:
-            assert len(numbers) == len(members), "a sequence drafts whose token was not chosen"
-            self.drafts = [late.drafts[number] for number in numbers]
-            self.accepted = late.accepted.index_select(0, sent(torch.tensor(numbers), device))
-            self._out = 1
+        self.ends = LateEnds(members, late, device)
+        self._out = int(late is not None)  # tokens that the host does not know of
         sequences = [ask.sequence for ask in members]
         is_random = any(s.needs & SamplingNeeds.RANDOM for s in sequences)
         self._draws = draws_of(sequences, device) if is_random else None
@@ -64,20 +54,12 @@ class ChainsAhead:
         self._tokens: list[Tensor] = []
         self._failed: list[Tensor] = []
 
-    def last_rows(self, parts: Seq[Tensor]) -> Tensor:
-        """parts: of each in order [m, D], rows of its step -> [S, D], that of its last token, of
-        those that were accepted."""
-        ends = [part[-1 - drafts :] for part, drafts in zip(parts, self.drafts, strict=True)]
-        firsts = [0, *accumulate(len(part) for part in ends[:-1])]
-        places = sent(torch.tensor(firsts), self.accepted.device) + self.accepted
-        return torch.cat(ends).index_select(0, places)
-
     def choose(self, logits: Tensor) -> Tensor:
         """logits [k, V] of the next depth -> tokens [k] int64. The host waits for nothing."""
         depth, k, draws = len(self._tokens), len(logits), self._draws
         assert k == self.counts[depth]
         if draws is not None:
-            out = draws.positions[:k] + self.accepted[:k] + (self._out + depth)
+            out = draws.positions[:k] + self.ends.accepted[:k] + (self._out + depth)
             draws = draws.first(k, out)
         tokens, failed = self._pick(logits, draws)
         self._tokens.append(tokens)

@@ -46,8 +46,9 @@ class DraftAsk:
     is wanted: then the drafter only keeps up with the sequence.
 
     late: its number in the step's late verdicts (`late.Late`), where the host does not know yet
-    what was accepted. Then hidden is of all rows that the step computed, and the sequence is as it
-    was before them; `most` is right for what may be accepted at least, blocks for all of it.
+    what was accepted. Then hidden is of all rows that the step computed (of the paths alone where a
+    tree branches), and the sequence is as it was before them; `most` is right for what may be
+    accepted at least, blocks for all of it.
     """
 
     sequence: Sequence

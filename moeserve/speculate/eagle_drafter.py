@@ -31,7 +31,7 @@ from moeserve.sequence import Sequence
 from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.eagle import EagleHead, Past, eagle_forward_many
-from moeserve.speculate.late import Late, LateDrafts
+from moeserve.speculate.late import Late, LateDrafts, LateEnds
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.rounds_ahead import Pick, Picker
@@ -125,8 +125,9 @@ class EagleDrafter:
             if not able or depth <= 0:
                 return [DraftTree()] * len(asks)
             if self.max_nodes > self.max_depth:
-                if self._picker.pick is not None:  # no draws, no edits: nothing wants the host
-                    return self._trees_ahead(asks, able, features, depth)
+                if self._picker.pick is not None:
+                    grown = self._trees_ahead(asks, able, features, depth)
+                    return grown.told(brought(grown.tensors), ())
                 return self._trees(asks, able, features, depth)
             pick = self._picker.takes(asks)
             if pick is not None:
@@ -136,29 +137,35 @@ class EagleDrafter:
 
     def drafts_late(self, sequences: Seq[Sequence]) -> bool:
         """Whether `ask_late` may be called in a step that samples these."""
-        if self.max_nodes > self.max_depth:
-            return False
+        if self.max_nodes > self.max_depth:  # no draws, no edits: nothing wants the host
+            return self._picker.pick is not None
         return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
 
     @torch.inference_mode()
     def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
         """`propose`, of asks whose tokens only the device knows: the rows of all drafts of the step
-        go through the head, and those of rejected ones are dropped once the host knows."""
+        go through the head, of trees those of the path that was walked; rejected ones are dropped
+        once the host knows."""
         depth, pick = min(depth, self.max_depth), self._picker.pick
         assert pick is not None and depth > 0
+        drafts = LateDrafts([], lambda *_: [DraftTree()] * len(asks))
         with one_thread():
             features = self._keep_up(asks, late)
             able = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
-            chains = self._chains_ahead(asks, able, features, depth, pick, late) if able else None
+            if able and self.max_nodes > self.max_depth:
+                drafts = self._trees_ahead(asks, able, features, depth, late)
+            elif able:
+                chains = self._chains_ahead(asks, able, features, depth, pick, late)
+                drafts = LateDrafts(chains.tensors, lambda host, _: chains.trees(host))
 
         def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
             for ask in asks:
                 known = self._known.get(ask.sequence.request_id)
                 if known is not None and ask.late is not None:
                     known.rewind(known.end - late.drafts[ask.late] + accepted[ask.late])
-            return [DraftTree()] * len(asks) if chains is None else chains.trees(host)
+            return drafts.told(host, accepted)
 
-        return LateDrafts([] if chains is None else chains.tensors, told)
+        return LateDrafts(drafts.tensors, told)
 
     def settle(self, sequence: Sequence, num_accepted: int, num_rejected: int) -> None:
         known = self._known.get(sequence.request_id)
@@ -251,14 +258,7 @@ class EagleDrafter:
     ) -> ChainsAhead:
         """A round a draft, of as many rows as may draft there."""
         chains = ChainsAhead(asks, able, depth, self._device, pick, late)
-        parts, pasts, lengths, ends = self._begin(asks, chains.order, features)
-        last = chains.last_rows(parts)
-        rejected = chains.accepted - sent(torch.tensor(chains.drafts), self._device)
-        positions = ends + rejected
-        seen = [
-            torch.arange(length, device=self._device) < length + minus
-            for length, minus in zip(lengths, rejected.unbind(), strict=True)
-        ]
+        last, pasts, seen, positions = self._begin(asks, chains.order, features, chains.ends)
         counts = [k for k in chains.counts if k]
         for d, k in enumerate(counts):
             tokens = chains.choose(self._logits_of(last[:k]))
@@ -273,40 +273,57 @@ class EagleDrafter:
         return chains
 
     def _trees_ahead(
-        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
-    ) -> list[DraftTree]:
+        self,
+        asks: Seq[DraftAsk],
+        able: Seq[int],
+        features: Seq[Tensor | None],
+        depth: int,
+        late: Late | None = None,
+    ) -> LateDrafts:
         """A level of all trees at once."""
-        parts, pasts, lengths, ends = self._begin(asks, able, features)
-        rows = torch.cat(parts)
+        ends = LateEnds([asks[i] for i in able], late, self._device)
+        rows, pasts, seen, begins = self._begin(asks, able, features, ends)
         trees = TreesAhead(len(able), self._width, self._device)
         trees.add(self._logits_of(rows))
         for d in range(depth - 1):
             level = trees.frontier()
             w = level.ancestors.shape[1]
-            before = [
-                torch.ones(w, length, dtype=torch.bool, device=self._device) for length in lengths
-            ]
+            before = [x.expand(w, -1) for x in seen]
             masks = [torch.cat(parts, dim=1) for parts in zip(before, level.ancestors, strict=True)]
-            positions = (ends + d).repeat_interleave(w)
+            positions = (begins + d).repeat_interleave(w)
             hidden = rows.index_select(0, level.parents)
             made, pasts = self._forward_there(level.tokens, hidden, positions, pasts, masks)
             rows = torch.cat(made)
             trees.add(self._logits_of(rows))
         most = [min(asks[i].most, self.max_nodes) for i in able]
-        told = told_trees(brought(trees.tensors(max(most))), most)
-        found = [DraftTree()] * len(asks)
-        for i, tree in zip(able, told, strict=True):
-            found[i] = tree
-        return found
+
+        def told(host: Seq[Tensor], _: Seq[int]) -> list[DraftTree]:
+            found = [DraftTree()] * len(asks)
+            for i, tree in zip(able, told_trees(host, most), strict=True):
+                found[i] = tree
+            return found
+
+        return LateDrafts(trees.tensors(max(most)), told)
 
     def _begin(
-        self, asks: Seq[DraftAsk], order: Seq[int], features: Seq[Tensor | None]
-    ) -> tuple[list[Tensor], list[list[Past]], list[int], Tensor]:
-        """Of these asks: features, what is known, how many rows of it, where it ends [S]."""
+        self,
+        asks: Seq[DraftAsk],
+        order: Seq[int],
+        features: Seq[Tensor | None],
+        ends: LateEnds,
+    ) -> tuple[Tensor, list[list[Past]], list[Tensor], Tensor]:
+        """Of these asks: the feature [S, D] to go on from, what is known, which rows of it are
+        accepted ones' [P] bool of each, where those end [S]."""
         known = [self._known[asks[i].sequence.request_id] for i in order]
-        parts = [feature for i in order if (feature := features[i]) is not None]
-        ends = sent(torch.tensor([k.end for k in known]), self._device)
-        return parts, [k.past for k in known], [k.end - k.start for k in known], ends
+        last = ends.last_rows([feature for i in order if (feature := features[i]) is not None])
+        rejected = ends.rejected
+        lengths = [k.end - k.start for k in known]
+        seen = [
+            torch.arange(length, device=self._device) < length - minus
+            for length, minus in zip(lengths, rejected.unbind(), strict=True)
+        ]
+        positions = sent(torch.tensor([k.end for k in known]), self._device) - rejected
+        return last, [k.past for k in known], seen, positions
 
     # -- chosen on the host --------------------------------------------------------------------
 

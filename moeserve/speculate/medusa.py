@@ -30,7 +30,7 @@ from moeserve.sequence import Sequence
 from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.head_file import HeadFile
-from moeserve.speculate.late import Late, LateDrafts
+from moeserve.speculate.late import Late, LateDrafts, LateEnds
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
 from moeserve.speculate.rounds_ahead import Pick, Picker
@@ -151,7 +151,8 @@ class MedusaDrafter:
             return [DraftTree()] * len(asks)
         with one_thread():
             if self.max_nodes > self.max_depth:
-                return self._trees(asks, able, depth)
+                drafts = self._trees(asks, able, depth)
+                return drafts.told(brought(drafts.tensors), ())
             pick = self._picker.takes(asks)
             if pick is not None:
                 chains = self._chains_ahead(asks, able, depth, pick)
@@ -160,8 +161,8 @@ class MedusaDrafter:
 
     def drafts_late(self, sequences: Seq[Sequence]) -> bool:
         """Whether `ask_late` may be called in a step that samples these."""
-        if self.max_nodes > self.max_depth:
-            return False
+        if self.max_nodes > self.max_depth:  # no draws, no edits: nothing wants the host
+            return self._picker.pick is not None
         return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
 
     @torch.inference_mode()
@@ -171,23 +172,32 @@ class MedusaDrafter:
         if not able:
             return LateDrafts([], lambda *_: [DraftTree()] * len(asks))
         assert pick is not None and depth > 0
+        if self.max_nodes > self.max_depth:
+            return self._trees(asks, able, depth, late)
         chains = self._chains_ahead(asks, able, depth, pick, late)
         return LateDrafts(chains.tensors, lambda host, _: chains.trees(host))
 
-    def _trees(self, asks: Seq[DraftAsk], able: Seq[int], depth: int) -> list[DraftTree]:
+    def _trees(
+        self, asks: Seq[DraftAsk], able: Seq[int], depth: int, late: Late | None = None
+    ) -> LateDrafts:
         """Their best tokens are chosen where they are, and brought over once."""
-        rows = _last_rows(asks, able)
+        ends = LateEnds([asks[i] for i in able], late, self._device)
+        rows = ends.last_rows(_hidden(asks, able))
         best: list[Tensor] = []
         for head in self._heads[:depth]:
             chances = torch.softmax(head.logits(rows, self._logits_of), dim=-1)
             best += likeliest(chances, self._width)
-        told = [x.tolist() for x in brought(best)]
-        values, ids = told[::2], told[1::2]
-        trees = [DraftTree()] * len(asks)
-        for row, i in enumerate(able):
-            tops = [list(zip(ids[d][row], values[d][row], strict=True)) for d in range(depth)]
-            trees[i] = product_tree(tops, min(asks[i].most, self.max_nodes))
-        return trees
+
+        def told(host: Seq[Tensor], _: Seq[int]) -> list[DraftTree]:
+            listed = [x.tolist() for x in host]
+            values, ids = listed[::2], listed[1::2]
+            trees = [DraftTree()] * len(asks)
+            for row, i in enumerate(able):
+                tops = [list(zip(ids[d][row], values[d][row], strict=True)) for d in range(depth)]
+                trees[i] = product_tree(tops, min(asks[i].most, self.max_nodes))
+            return trees
+
+        return LateDrafts(best, told)
 
     def _chains_ahead(
         self,
@@ -199,7 +209,7 @@ class MedusaDrafter:
     ) -> ChainsAhead:
         """No head's choice is waited for."""
         chains = ChainsAhead(asks, able, depth, self._device, pick, late)
-        rows = chains.last_rows(_hidden(asks, chains.order))
+        rows = chains.ends.last_rows(_hidden(asks, chains.order))
         for head, k in zip(self._heads, chains.counts, strict=False):
             if k:
                 chains.choose(head.logits(rows[:k], self._logits_of))

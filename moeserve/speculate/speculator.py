@@ -197,8 +197,6 @@ class Speculator:
         drafter = self.drafter
         if not (self.depth and plan.sampled and isinstance(drafter, LateDrafter)):
             return False
-        if not all(tree.is_chain for tree in plan.trees.values()):
-            return False
         return drafter.drafts_late([plan.sequences[i] for i in plan.sampled])
 
     def ask_late(self, plan: StepPlan, hidden: Tensor, late: Late) -> list[Tensor]:
@@ -208,7 +206,7 @@ class Speculator:
         assert isinstance(drafter, LateDrafter)
         self.last_seconds, self._late = 0.0, None
         self.stopwatch.start()
-        asks, self._num_prefill_rows = self._late_asks(plan, hidden)
+        asks, self._num_prefill_rows = self._late_asks(plan, hidden, late)
         drafts = drafter.ask_late(asks, self.depth, late)
         self.stopwatch.stop()
         self._late = asks, drafts
@@ -339,19 +337,21 @@ class Speculator:
             asks.append(DraftAsk(sequence, most.get(i, 0), start, rows))
         return asks, num_prefill_rows
 
-    def _late_asks(self, plan: StepPlan, hidden: Tensor) -> tuple[list[DraftAsk], int]:
-        """Of all the plan's sequences, with all their rows; and the rows that are prompts."""
+    def _late_asks(self, plan: StepPlan, hidden: Tensor, late: Late) -> tuple[list[DraftAsk], int]:
+        """Of all the plan's sequences, with all their rows, of trees that branch those of the path;
+        and the rows that are prompts."""
         most, firsts = self._allot(plan, late=True), [0, *accumulate(plan.counts)]
         numbers = {i: j for j, i in enumerate(plan.sampled)}
-        wants_hidden = self.drafter.wants_hidden
+        rows: dict[int, Tensor] = {}
+        if self.drafter.wants_hidden:
+            rows = {i: hidden[firsts[i] : firsts[i + 1]] for i in range(len(plan.sequences))}
+            if late.walked is not None:
+                paths = late.along(hidden, [firsts[i] for i in plan.sampled])
+                for i in plan.trees:
+                    first = late.firsts[numbers[i]]
+                    rows[i] = paths[first : first + late.drafts[numbers[i]] + 1]
         asks = [
-            DraftAsk(
-                plan.sequences[i],
-                most.get(i, 0),
-                plan.starts[i],
-                hidden[firsts[i] : firsts[i + 1]] if wants_hidden else None,
-                numbers.get(i),
-            )
+            DraftAsk(plan.sequences[i], most.get(i, 0), plan.starts[i], rows.get(i), numbers.get(i))
             for i in _decodes_first(plan)
         ]
         return asks, plan.num_prefill_tokens
