@@ -18,6 +18,7 @@ import torch
 from deep_gemm_double import Library
 from fake_cuda import CUDA, FakeCuda, UnlaunchedKernels, fake_cuda, move
 from speculate_world import write_heads
+from torch import Tensor
 
 from ep.group import EPGroup
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
@@ -39,6 +40,7 @@ from moeserve.engine import Engine
 from moeserve.request import Request, SamplingParams, ThinkingMarkers
 from moeserve.speculate.draft_model import DraftModelDrafter
 from moeserve.speculate.eagle_drafter import EagleDrafter
+from moeserve.speculate.late import LateDrafts
 from moeserve.speculate.medusa import MedusaDrafter
 from moeserve.speculate.mtp import MtpDrafter
 from moeserve.speculate.verify import Rule
@@ -61,9 +63,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def engine_on_cuda(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: int = 0, **sections: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drafts: int = 0,
+    trees: bool = False,
+    **sections: Any,
 ) -> Iterator[tuple[Engine, FakeCuda]]:
-    """Built on a CPU by kernels that are not launched, then moved."""
+    """Built on a CPU by kernels that are not launched, then moved. trees: nothing is captured."""
     kernels = UnlaunchedKernels(torch.device("cpu"))
     monkeypatch.setattr(
         startup, "create_kernels", lambda *_: KernelChoice(kernels, "kernels: triton")
@@ -87,9 +93,11 @@ def engine_on_cuda(
         runner.staging = Staging(api)
         warm_up_prefill(runner, 48)
         notes: list[str] = []
-        runner.graphs = open_graphs(config, SINGLE, runner, MAX_LEN, drafts, notes, api=api)
-        assert runner.graphs is not None, notes
-        assert len(runner.graphs.notes) == 0
+        runner.graphs = open_graphs(
+            config, SINGLE, runner, MAX_LEN, drafts, notes, api=api, trees=trees
+        )
+        assert (runner.graphs is None) is trees, notes
+        assert runner.graphs is None or len(runner.graphs.notes) == 0
         assert fake.waits == [], "a captured step waits for the device"
         assert engine.recorder is not None
         engine.recorder.wants_rows = False
@@ -242,31 +250,75 @@ def test_drafts(
     assert capsys.readouterr().err.count("which waits for each round") == (most > 1)
 
 
+@pytest.mark.parametrize("nodes", [None, 8])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_draft_before_the_host_knows(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, tmp_path: Path
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    nodes: int | None,
+    tmp_path: Path,
 ) -> None:
+    """nodes: of trees that branch, whose steps are not captured."""
     heads = write_heads(tmp_path / kind, kind, 256, 512)
-    speculate = {"method": f"{kind}:{heads}:3"}
-    with engine_on_cuda(folders["bf16"], monkeypatch, 3, speculate=speculate) as (engine, fake):
+    speculate = {"method": f"{kind}:{heads}:3", "nodes": nodes}
+    with engine_on_cuda(
+        folders["bf16"], monkeypatch, 3, nodes is not None, speculate=speculate
+    ) as (engine, fake):  # fmt: skip
         model: Any = engine.runner.model
         assert engine.speculator is not None
-        built: Any = engine.speculator.drafter  # of weights on the CPU
+        drafter: Any = engine.speculator.drafter  # of weights on the CPU
         if kind == "medusa":
-            engine.speculator.drafter = MedusaDrafter(built._heads, device=CUDA)
+            drafter = MedusaDrafter(drafter._heads, nodes, device=CUDA)
         else:
-            engine.speculator.drafter = EagleDrafter(
-                built._head, model.weights.embed,
+            drafter = EagleDrafter(
+                drafter._head, model.weights.embed,
                 lambda x: model.kernels.linear(
                     x.bfloat16(), model.weights.head, out_dtype=torch.float32
-                ), 3,
+                ), 3, nodes,
             )  # fmt: skip
-        ask(engine, 0, 30, **GREEDY)
-        ask(engine, 1, 4, **RANDOM)
-        waits = list(steps(engine, fake))
+        engine.speculator.drafter = drafter
+        if nodes is not None:
+            told_of_zeros(drafter)
+        ask(engine, 0, 30, **GREEDY, max_tokens=20)
+        ask(engine, 1, 4, **RANDOM, max_tokens=20)
+        if nodes is not None:
+            ask(engine, 2, 9, **GREEDY | EDITS | {"logprobs": 1})
+        branched, waits = 0, []
+        for of_step in steps(engine, fake):
+            waits.append(of_step)
+            trees = [s.drafts for s in engine.scheduler.running if s.drafts is not None]
+            branched += any(not tree.is_chain for tree in trees)
         assert max(map(len, waits)) == 1, [w for w in waits if len(w) > 1]
-        assert engine.scheduler.counters.drafted_tokens > 0
+        assert engine.scheduler.counters.accepted_tokens > 0
+        assert (branched > 1) is (nodes is not None)
         covered(fake.launches)
+
+
+def told_of_zeros(drafter: Any) -> None:
+    """What was brought are zeros, which no tree has as siblings: it is told of levels of tokens 1,
+    0, 2, ..., of which the second one is accepted."""
+    ask_late = drafter.ask_late
+
+    def asked(*args: Any) -> LateDrafts:
+        drafts = ask_late(*args)
+        return LateDrafts(
+            drafts.tensors, lambda host, num: drafts.told([_levels(x) for x in host], num)
+        )
+
+    drafter.ask_late = asked
+
+
+def _levels(zeros: Tensor) -> Tensor:
+    if zeros.is_floating_point():  # Medusa's chances, then ids
+        return 0.5 ** torch.arange(1.0, zeros.shape[1] + 1).expand_as(zeros)
+    made = torch.arange(zeros.shape[-1]).expand_as(zeros).clone()
+    if made.dim() == 2:
+        made[:, :2] = torch.tensor([1, 0])
+    else:  # EAGLE's numbers, tokens, parents
+        made[1] = torch.tensor([1, 0, 2])[made[0] % 3]
+        made[2] = torch.where(made[0] < 3, -1, made[0] // 3 * 3 - 2)
+    return made
 
 
 def test_drafts_of_a_draft_model(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ Greedy or sampled, tokens do not depend on the drafter, on k, or on whether ther
 What is where: `setting` (what `--speculate` asks for), `build` (what is checked, what is opened),
 `tree` (what is drafted), `drafter` (who drafts: `ngram`, `mtp`, `medusa`, `eagle_drafter`,
 `draft_model`; `draft_rounds` runs their rows), `verify` and `rejection` (what is accepted),
-`run_limits` (where an accepted run ends), `acceptance`, `cost_model` and `adaptive` (how deep to
+`late` (the same on a device), `rounds_ahead`, `chains_ahead` and `trees_ahead` (drafts chosen
+there), `run_limits` (where an accepted run ends), `acceptance`, `cost_model` and `adaptive` (how deep to
 draft), `head_file` and `eagle` (weights), `speculator` (all of it in the engine's step). Tokens are
 chosen by the engine's own sampler: one code says what a token's distribution is, with or without
 drafts.
@@ -30,4 +31,7 @@ A step with drafts. n is len(tokens); a decode has n - 1 positions computed.
 6. `Speculator.draft` asks the drafter, on every rank, whatever became of its requests: with what
    the step computed (hidden rows) of sequences that go on. An MTP layer's rounds write behind the
    sequences' ends, into blocks that were grown ahead.
+
+Where tokens are chosen on a device, 4 to 6 are asked of it at once (`late`), and the host waits for
+what was chosen and what was drafted behind it together.
 """
