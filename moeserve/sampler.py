@@ -9,7 +9,8 @@ Order of operations for a row, each step on the result of the one before:
 5. min_tokens: while fewer tokens are out, eos and stop ids are -inf (eos with ignore_eos never
    stops and is not masked). Where the limit on thinking forces a token (`thinking`), every
    other one is -inf instead, whatever 2 to 5 made of it.
-6. temperature below GREEDY_BELOW, or top-k 1: argmax, ties to the lowest id. Done.
+6. temperature below GREEDY_BELOW, or so low that the largest l / temperature overflows, or top-k 1:
+   argmax, ties to the lowest id. Done.
 7. l / temperature, softmax in fp32 -> p.
 8. top-k, top-p, min-p and the draw: the rule of `draw`.
 
@@ -229,6 +230,7 @@ def _draw(
 ) -> None:
     """Steps 7 and 8: replace the tokens of random rows, and keep the softmax of those wanted."""
     random = [j for j, s in enumerate(sequences) if s.needs & SamplingNeeds.RANDOM]
+    random = _drawn_from(logits, sequences, tokens, random)
     positions = [sequences[j].num_output_tokens for j in random]
     on_cpu = logits.device.type == "cpu"
     at_once = max(1, CACHE_ELEMENTS // logits.shape[1]) if on_cpu else len(random)
@@ -246,6 +248,16 @@ def _draw(
             tokens[j] = ids[row]
             if j in softmax_of:
                 softmax[j] = probs[row]
+
+
+def _drawn_from(
+    logits: Tensor, sequences: Seq[Row], best_ids: Seq[int], random: list[int]
+) -> list[int]:
+    """Those of the random rows whose largest logit over the temperature is a number."""
+    best = logits[random, [best_ids[j] for j in random]].cpu().numpy()
+    with np.errstate(over="ignore"):
+        scaled = best / np.array([sequences[j].temperature for j in random], np.float32)
+    return [j for j, fine in zip(random, np.isfinite(scaled).tolist(), strict=True) if fine]
 
 
 # -- the twin -----------------------------------------------------------------------------------
@@ -280,7 +292,10 @@ def sample_slowly(logits: Tensor, sequence: Row) -> tuple[int, TokenLogprob | No
         chosen = min(range(vocab), key=lambda i: (-float(row[i]), i))
     else:
         scaled = row / torch.tensor(sampling.temperature)
-        chosen = _draw_slowly(torch.softmax(scaled, dim=-1).tolist(), sequence, len(output))
+        if math.isfinite(float(scaled.max())):
+            chosen = _draw_slowly(torch.softmax(scaled, dim=-1).tolist(), sequence, len(output))
+        else:
+            chosen = min(range(vocab), key=lambda i: (-float(row[i]), i))
     if sampling.logprobs is None:
         return chosen, None
     logp = torch.log_softmax(torch.tensor(raw), dim=-1).tolist()

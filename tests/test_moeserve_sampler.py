@@ -333,6 +333,23 @@ def test_extreme_penalties_and_biases_leave_a_token_or_fail_alone() -> None:
     assert sampled.token_ids[7] == sample_slowly(logits_for(8, 20)[7], rows[7])[0]
 
 
+def test_logits_that_overflow_over_a_temperature_are_greedy_and_spoil_no_others() -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(7, 300, generator=generator) * 1e35
+    logits[0] /= 1e35
+    logits[5] -= 1e37  # all of them
+    cuts: list[dict[str, object]] = [
+        {}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {}, {"temperature": 1.0}
+    ]  # fmt: skip
+    rows = [
+        sequence(300, j, **({"temperature": 1e-4, "seed": j} | cut)) for j, cut in enumerate(cuts)
+    ]
+    wanted = [sample_slowly(logits[j], row)[0] for j, row in enumerate(rows)]
+    tokens, _ = run(logits.clone(), rows)
+    assert tokens == wanted
+    assert tokens[1:6] == logits[1:6].argmax(dim=1).tolist()
+
+
 def test_penalties_follow_the_tokens_as_they_come() -> None:
     """What is kept from step to step is what would be counted afresh."""
     vocab = 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,35 @@ def test_zeros_are_never_drawn() -> None:
     got = draw(probs, cuts(params, list(range(20)), [0] * 20)).tokens.tolist()
     assert set(got) == {5, 299}
     assert got == engine_draw(probs.numpy(), params, list(range(20)), [0] * 20)
+
+
+@pytest.mark.parametrize("min_p", [1e-45, 1e-40, 1e-38])
+def test_a_least_probability_that_is_nothing_keeps_all(min_p: float) -> None:
+    """min_p times the best underflows, or is the least number that there is."""
+    random = torch.Generator().manual_seed(0)
+    probs = torch.softmax(torch.randn(12, 700, generator=random) * 3, dim=1)
+    probs[:, 5::7] = 0.0
+    params = [
+        SamplingParams(min_p=min_p, top_p=(1.0, 0.9)[j % 2], top_k=(0, 9, 0)[j % 3])
+        for j in range(12)
+    ]
+    seeds, positions = list(range(12)), [3] * 12
+    got = draw(probs, cuts(params, seeds, positions)).tokens.tolist()
+    assert got == engine_draw(probs.numpy(), params, seeds, positions)
+
+
+def test_logits_that_overflow_over_the_temperature_are_greedy() -> None:
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 300, generator=random) * 1e35
+    logits[5] -= 1e37  # all of them
+    fields: list[dict[str, Any]] = [
+        {}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.5}, {}
+    ]  # fmt: skip
+    params = [SamplingParams(temperature=1e-4, **x) for x in fields]
+    given = cuts(params, list(range(6)), [0] * 6)
+    got = sample(logits, given)
+    assert got.tokens.tolist() == logits.argmax(dim=1).tolist() == sample_twin(logits, given)[0]
+    assert not got.failed.any()
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 300, CHUNK + 5])

@@ -111,8 +111,9 @@ def _is_before(p, at, edge, edge_id):
 
 
 @triton.jit
-def _race_alone(probs, state, edge, edge_id, vocab, tile: tl.constexpr):
-    """The token that arrives first among those before the edge, each running alone."""
+def _race_alone(probs, state, edge, edge_id, vocab, best, tile: tl.constexpr):
+    """The token that arrives first among those before the edge, each running alone; the best one
+    if none does."""
     lane = tl.arange(0, tile)
     keys = tl.full((tile,), float("inf"), tl.float64)
     ids = tl.full((tile,), 0x7FFFFFFF, tl.int32)
@@ -127,7 +128,8 @@ def _race_alone(probs, state, edge, edge_id, vocab, tile: tl.constexpr):
             keys = tl.where(better, key, keys)
             ids = tl.where(better, at, ids)
     least = tl.min(keys, axis=0)
-    return tl.min(tl.where(keys == least, ids, 0x7FFFFFFF), axis=0)
+    found = tl.min(tl.where(keys == least, ids, 0x7FFFFFFF), axis=0)
+    return tl.where(found < vocab, found, best)
 
 
 @triton.jit
@@ -196,7 +198,9 @@ def draw_kernel(
     tl.store(failed + row, lost)
     top_k, min_p = tl.load(top_ks + row), tl.load(min_ps + row)
     chosen = best
-    if (tl.load(temperature + row) > 0) & (top_k != 1) & (lost == 0):
+    heat = tl.load(temperature + row)
+    scaled = tl.abs(tl.div_rn(top, tl.where(heat > 0, heat, 1.0)))
+    if (heat > 0) & (top_k != 1) & (scaled < float("inf")):  # else probabilities are no numbers
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         top_p = tl.load(top_ps + row)
         probs += row * vocab
@@ -211,10 +215,10 @@ def draw_kernel(
                     limit = top_p * _mass_before(probs, edge, edge_id, vocab, tile)
             if min_p > 0:
                 floor = min_p * tl.load(probs + best)
-                if floor > edge:  # all of at least this much: before the next number below it
+                if (floor > edge) & (floor > 0):  # all of that or more: before the next below it
                     bits = floor.to(tl.int32, bitcast=True) - 1
                     edge, edge_id = bits.to(tl.float32, bitcast=True), 0
-            chosen = _race_alone(probs, alone, edge, edge_id, vocab, tile)
+            chosen = _race_alone(probs, alone, edge, edge_id, vocab, best, tile)
         else:
             of_chunk = tl.arange(0, block_c)
             there = of_chunk < chunks
@@ -236,7 +240,7 @@ def draw_kernel(
             if _mass_before(probs, edge, chosen, vocab, tile) < limit:
                 again = chosen < 0
             else:
-                chosen = _race_alone(probs, alone, edge, chosen, vocab, tile)
+                chosen = _race_alone(probs, alone, edge, chosen, vocab, best, tile)
                 again = chosen != first
     tl.store(tokens + row, chosen.to(tl.int64))
 

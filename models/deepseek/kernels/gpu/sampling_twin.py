@@ -22,8 +22,10 @@ def sample_twin(logits: Tensor, cuts: Cuts) -> tuple[list[int], Tensor]:
         heat = float(cuts.temperature[row])
         if heat > 0:
             probs[row] = torch.softmax(logits[row].double() / heat, dim=0)
-        p = probs[row].float() if heat > 0 else logits[row]
-        tokens.append(draw_twin(p, cuts, row))
+        if heat > 0 and torch.isfinite(logits[row].max() / cuts.temperature[row]):
+            tokens.append(draw_twin(probs[row].float(), cuts, row))
+        else:
+            tokens.append(int(logits[row].argmax()))
     return tokens, probs
 
 
