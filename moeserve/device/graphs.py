@@ -30,6 +30,7 @@ from moeserve.errors import EngineFailed, one_line
 DEFAULT_MEMORY = 2 << 30
 MAX_SECONDS = 180.0
 WARM_UPS = 2  # the first compiles kernels, the second shows what each step takes
+ELSEWHERE = "another rank cannot"
 
 # (rung, captured so far, of how many) -> None; whether all ranks did, given that this one did
 Progress = Callable[[int, int, int], None]
@@ -169,12 +170,11 @@ class StepGraphs:
         for number, size in enumerate(reversed(self.wanted)):
             progress(size, number, len(self.wanted))
             late = clock() - start > budget.seconds
-            why = f"{budget.seconds:.0f} s have gone" if late else self._try(size)
-            if agree(why is None):
+            why = self._try(size, f"{budget.seconds:.0f} s have gone" if late else None)
+            if why is None:
                 done.append(size)
-                continue
-            self._drop(size)
-            failed.setdefault(why or "another rank cannot", []).append(size)
+            else:
+                failed.setdefault(why, []).append(size)
         progress(0, len(self.wanted), len(self.wanted))
         self.rungs = tuple(sorted(done))
         self.seconds = clock() - start
@@ -182,49 +182,68 @@ class StepGraphs:
             told = ", ".join(map(str, sorted(sizes)))
             self.notes.append(f"graphs: decode steps of {told} rows are not captured: {why}")
 
-    def _try(self, size: int) -> str | None:
-        """Why this rung cannot be captured, or not within the budget; None: it is."""
-        try:
-            self._held[size] = self._capture(size)
-        except EngineFailed:
-            raise
-        except Exception as error:  # whatever a kernel or library raises that may not be captured
-            return one_line(error)
-        self._api.give_back()  # what warming up took, steps that are not captured take as well
-        if (taken := self._free - self._api.free_bytes()) > self._budget.memory:
-            return f"{taken} bytes would be taken, --graph-memory is {self._budget.memory}"
-        self._taken = taken
-        return None
+    def _try(self, size: int, why: str | None = None) -> str | None:
+        """Why not all ranks have this rung now; None: they have. why: what this rank knows against
+        it. What one rank knows alone (its clock, its memory) is agreed before any of them is in an
+        exchange, and what came of it once more behind them: law 1."""
+        inputs: _Inputs | None = None
+        if why is None:
+            try:
+                inputs = _Inputs(self._api, size, -(-self._max_len // self._cache.block_size))
+                inputs.fill(None, None)
+            except Exception as error:  # no memory, on the host or on the device
+                inputs, why = None, one_line(error)
+        if not self._collective or self._agree(why is None):
+            if inputs is not None:
+                why = self._capture(size, inputs)
+            if self._agree(why is None):
+                return None
+        del inputs
+        self._drop(size)
+        return why or ELSEWHERE
 
     def _drop(self, size: int) -> None:
         """With its memory, which smaller ones may have then."""
         self._held.pop(size, None)
         self._api.give_back()
+        self._taken = max(self._free - self._api.free_bytes(), 0)
 
-    def _capture(self, size: int) -> _Captured:
-        inputs = _Inputs(self._api, size, -(-self._max_len // self._cache.block_size))
-        inputs.fill(None, None)
+    def _capture(self, size: int, inputs: _Inputs) -> str | None:
+        """Why this rank cannot capture the rung, or not within the budget; None: it has."""
         observers: list[_Picks] = []
+        num_finished = 0
 
         def body() -> list[Tensor]:
+            nonlocal num_finished
             observer = _Picks()
             observers.append(observer)
             self._set_bound(size)
             out = self._model.forward(self._batch(inputs), self._cache, observer)
             picks = [torch.stack(observer.ids)] if observer.ids else []
+            num_finished += 1
             return [out.hidden, out.logits, *picks]
 
+        doing = "warming up"
         try:
             for _ in range(WARM_UPS):
                 self._api.warm_up(body)
-        except Exception as error:
-            if self._collective:
+            doing = "capturing"
+            graph = self._api.capture(body)
+        except Exception as error:  # whatever a kernel or library raises that may not be captured
+            # Where a forward was left in its midst, peers wait in its exchanges, or dispatchers
+            # have counted other calls than theirs (which of two buffers is next).
+            if self._collective and (doing == "warming up" or num_finished <= WARM_UPS):
                 raise EngineFailed(
-                    f"warming up a step of {size} rows: {one_line(error)}"
+                    f"{doing} a step of {size} rows: {one_line(error)}; "
+                    "--graphs off goes without captured steps"
                 ) from error
-            raise
-        graph = self._api.capture(body)
-        return _Captured(inputs, graph, observers[-1].layers, self._placement)
+            return one_line(error)
+        self._held[size] = _Captured(inputs, graph, observers[-1].layers, self._placement)
+        self._api.give_back()  # what warming up took, steps that are not captured take as well
+        if (taken := self._free - self._api.free_bytes()) > self._budget.memory:
+            return f"{taken} bytes would be taken, --graph-memory is {self._budget.memory}"
+        self._taken = taken
+        return None
 
     def _batch(self, inputs: _Inputs) -> ForwardBatch:
         """A new object each time: what kernels keep of a batch belongs to one capture."""
@@ -268,16 +287,14 @@ class StepGraphs:
         self._free = self._api.free_bytes() + self._taken  # what others took since is not ours
         del self._held[size]  # first: the new one may live in its memory
         why = self._try(size)
-        if self._agree(why is None):
+        if why is None:
             self.num_recaptures += 1
             return size
-        self._drop(size)
         self.rungs = tuple(n for n in self.rungs if n != size)
         self.notes.append(
-            f"graphs: decode steps of {size} rows are no longer captured since experts moved: "
-            f"{why or 'another rank cannot'}"
+            f"graphs: decode steps of {size} rows are no longer captured since experts moved: {why}"
         )
-        if why is not None:
+        if why != ELSEWHERE:
             self.say(self.notes[-1])
         return None
 
