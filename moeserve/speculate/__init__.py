@@ -9,10 +9,10 @@ What is where: `setting` (what `--speculate` asks for), `build` (what is checked
 `tree` (what is drafted), `drafter` (who drafts: `ngram`, `mtp`, `medusa`, `eagle_drafter`,
 `draft_model`; `draft_rounds` runs their rows), `verify` and `rejection` (what is accepted),
 `late` (the same on a device), `rounds_ahead`, `chains_ahead` and `trees_ahead` (drafts chosen
-there), `run_limits` (where an accepted run ends), `acceptance`, `cost_model` and `adaptive` (how deep to
-draft), `head_file` and `eagle` (weights), `speculator` (all of it in the engine's step). Tokens are
-chosen by the engine's own sampler: one code says what a token's distribution is, with or without
-drafts.
+there), `run_limits` (where an accepted run ends), `acceptance`, `cost_model` and `adaptive` (how
+deep to draft), `head_file`, `eagle` and `eagle_padded` (weights, their arithmetic), `speculator`
+(all of it in the engine's step). Tokens are chosen by the engine's own sampler: one code says what
+a token's distribution is, with or without drafts.
 
 A step with drafts. n is len(tokens); a decode has n - 1 positions computed.
 

@@ -19,6 +19,7 @@ head, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from moeserve.speculate.head_file import HeadFile
 
 PREFIXES = ("model.",)
 Past = tuple[Tensor, Tensor]  # keys, values [P, G, d] of a layer, keys rotated
+# A layer's number, q [m, H, d], k and v [m, G, d] of the rows alone -> [m, H, d] fp32
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,25 +178,37 @@ def eagle_forward_many(
     """The rows of several sequences, one sequence's behind another's: `eagle_forward` of each, with
     products over all rows at once."""
     counts = [len(mask) for mask in masks]
+    grown: list[list[Past]] = [[] for _ in pasts]
+
+    def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        new = (torch.split(x, counts) for x in (q, k, v))
+        parts = []
+        for s, (queries, own_keys, own_values) in enumerate(zip(*new, strict=True)):
+            old_keys, old_values = pasts[s][number]
+            keys, values = torch.cat([old_keys, own_keys]), torch.cat([old_values, own_values])
+            grown[s].append((keys, values))
+            parts.append(_attend(queries, keys, values, masks[s]))
+        return torch.cat(parts)
+
+    return eagle_layers(head, embedded, hidden, positions, attend), grown
+
+
+def eagle_layers(
+    head: EagleHead, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+) -> Tensor:
+    """All but attention, of rows of any sequences -> features [m, D]."""
     x = linear(torch.cat([embedded, hidden], -1).to(head.fc.dtype), head.fc, head.fc_bias)
     cos, sin = _angles(head, positions)
-    grown: list[list[Past]] = [[] for _ in pasts]
     for number, layer in enumerate(head.layers):
         m, dim = len(x), head.head_dim
         y = x if layer.input_norm is None else _norm(x, layer.input_norm, head.eps)
-        q = torch.split(_rotate(linear(y, layer.q).view(m, -1, dim), cos, sin), counts)
-        k = torch.split(_rotate(linear(y, layer.k).view(m, -1, dim), cos, sin), counts)
-        v = torch.split(linear(y, layer.v).view(m, -1, dim), counts)
-        parts = []
-        for s, mask in enumerate(masks):
-            old_keys, old_values = pasts[s][number]
-            keys, values = torch.cat([old_keys, k[s]]), torch.cat([old_values, v[s]])
-            grown[s].append((keys, values))
-            parts.append(_attend(q[s], keys, values, mask))
-        x = x + linear(torch.cat(parts).to(x.dtype).reshape(m, -1), layer.o)
+        q = _rotate(linear(y, layer.q).view(m, -1, dim), cos, sin)
+        k = _rotate(linear(y, layer.k).view(m, -1, dim), cos, sin)
+        v = linear(y, layer.v).view(m, -1, dim)
+        x = x + linear(attend(number, q, k, v).to(x.dtype).reshape(m, -1), layer.o)
         y = _norm(x, layer.post_norm, head.eps)
         x = x + linear(silu(linear(y, layer.gate)) * linear(y, layer.up), layer.down)
-    return x, grown
+    return x
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ max_depth) are grown level by level: each of the `width` likeliest nodes of a le
 likeliest tokens; of all that were seen the max_nodes likeliest paths are drafted.
 
 All sequences of a step go through the head together, but for the levels of trees on CPUs. On a GPU
-tokens are chosen there, trees grown there (`trees_ahead`): the host waits for all of it together.
+tokens are chosen there, trees grown there (`trees_ahead`), pasts padded (`eagle_padded`): the host
+waits for all of it together.
 
 What it holds of a sequence are rows of accepted tokens alone: those of drafts are dropped at once.
 Rows before a prefix-cache hit or a pause are not there; the head then attends to what it has.
@@ -19,18 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from models.crossing import brought, sent, sent_all
+from models.crossing import brought, sent_all
 from moeserve.continuation import Continuation
 from moeserve.draw import Doubles
 from moeserve.sequence import Sequence
 from moeserve.speculate.chains_ahead import ChainsAhead
 from moeserve.speculate.drafter import DraftAsk, choose_drafts
 from moeserve.speculate.eagle import EagleHead, Past, eagle_forward_many
+from moeserve.speculate.eagle_padded import PaddedLevels, PaddedPasts
+from moeserve.speculate.eagle_rows import Kept, Known, Rows
 from moeserve.speculate.late import Late, LateDrafts, LateEnds
 from moeserve.speculate.likeliest import likeliest
 from moeserve.speculate.one_thread import one_thread
@@ -38,50 +40,6 @@ from moeserve.speculate.rounds_ahead import Pick, Picker
 from moeserve.speculate.tree import Candidate, DraftTree, best_nodes, chain
 from moeserve.speculate.trees_ahead import TreesAhead, told_trees
 from moeserve.speculate.verify import Rule
-
-
-@dataclass
-class _Known:
-    """Rows of the positions start .. end - 1."""
-
-    start: int
-    past: list[Past]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.past[0][0])
-
-    def rewind(self, end: int) -> None:
-        keep = max(end - self.start, 0)
-        self.past = [(k[:keep], v[:keep]) for k, v in self.past]
-
-
-@dataclass
-class _Rows:
-    """Of one run of the head: of several sequences, one behind another."""
-
-    tokens: list[int] = field(default_factory=list)  # the one after each row
-    hidden: list[Tensor] = field(default_factory=list)  # [m, D] of each sequence
-    positions: list[int] = field(default_factory=list)
-    pasts: list[Seq[Past]] = field(default_factory=list)
-    masks: list[Tensor] = field(default_factory=list)  # [m, P + m] of each sequence
-    # Rows whose token was chosen by the step, and which of its own that is (`late`).
-    late_into: list[int] = field(default_factory=list)
-    late_from: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        tokens: Seq[int],
-        hidden: Tensor,
-        positions: Seq[int],
-        past: Seq[Past],
-        mask: Tensor,
-    ) -> None:
-        self.tokens += tokens
-        self.hidden.append(hidden)
-        self.positions += positions
-        self.pasts.append(past)
-        self.masks.append(mask)
 
 
 class EagleDrafter:
@@ -111,7 +69,7 @@ class EagleDrafter:
         self._picker = Picker(rule, device, pick)
         self._logits_of = logits_of
         self.max_depth, self.max_nodes = max_depth, max_nodes or max_depth
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
 
     @torch.inference_mode()
     def propose(
@@ -120,20 +78,20 @@ class EagleDrafter:
         """See Drafter."""
         with one_thread():
             depth = min(depth, self.max_depth)
-            features = self._keep_up(asks)
-            able = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
+            kept = self._keep_up(asks, depth)
+            able = kept.able(asks)
             if not able or depth <= 0:
                 return [DraftTree()] * len(asks)
             if self.max_nodes > self.max_depth:
                 if self._picker.pick is not None:
-                    grown = self._trees_ahead(asks, able, features, depth)
+                    grown = self._trees_ahead(asks, able, kept, depth)
                     return grown.told(brought(grown.tensors), ())
-                return self._trees(asks, able, features, depth)
+                return self._trees(asks, able, kept, depth)
             pick = self._picker.takes(asks)
             if pick is not None:
-                chains = self._chains_ahead(asks, able, features, depth, pick)
+                chains = self._chains_ahead(asks, able, kept, depth, pick)
                 return chains.trees(brought(chains.tensors))
-            return self._chains(asks, able, features, depth)
+            return self._chains(asks, able, kept, depth)
 
     def drafts_late(self, sequences: Seq[Sequence]) -> bool:
         """Whether `ask_late` may be called in a step that samples these."""
@@ -150,12 +108,12 @@ class EagleDrafter:
         assert pick is not None and depth > 0
         drafts = LateDrafts([], lambda *_: [DraftTree()] * len(asks))
         with one_thread():
-            features = self._keep_up(asks, late)
-            able = [i for i, ask in enumerate(asks) if features[i] is not None and ask.most > 0]
+            kept = self._keep_up(asks, depth, late)
+            able = kept.able(asks)
             if able and self.max_nodes > self.max_depth:
-                drafts = self._trees_ahead(asks, able, features, depth, late)
+                drafts = self._trees_ahead(asks, able, kept, depth, late)
             elif able:
-                chains = self._chains_ahead(asks, able, features, depth, pick, late)
+                chains = self._chains_ahead(asks, able, kept, depth, pick, late)
                 drafts = LateDrafts(chains.tensors, lambda host, _: chains.trees(host))
 
         def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
@@ -178,14 +136,15 @@ class EagleDrafter:
 
     def memory_bytes(self) -> int:
         kept = [x for known in self._known.values() for pair in known.past for x in pair]
-        return self._head.nbytes + sum(x.nbytes for x in kept)
+        memory = [x.untyped_storage() for x in kept]  # padding included; several may share one
+        return self._head.nbytes + sum({x.data_ptr(): x.nbytes() for x in memory}.values())
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _keep_up(self, asks: Seq[DraftAsk], late: Late | None = None) -> list[Tensor | None]:
-        """Put the new rows behind what is known -> the last one's feature [1, D] of each; with late
-        verdicts those of all its drafts too, [drafts + 1, D]."""
-        rows = _Rows()
+    def _keep_up(self, asks: Seq[DraftAsk], depth: int, late: Late | None = None) -> Kept:
+        """Put the new rows behind what is known. depth: of what is drafted behind them."""
+        rows, kept = Rows(), Kept([None] * len(asks))
+        on_device = self._picker.pick is not None
         places: list[int] = []
         for i, ask in enumerate(asks):
             if ask.hidden is None or not len(ask.hidden):
@@ -193,10 +152,12 @@ class EagleDrafter:
             sequence, first, m = ask.sequence, ask.first, len(ask.hidden)
             known = self._known.get(sequence.request_id)
             if known is None or not known.start <= first <= known.end:
-                known = self._known[sequence.request_id] = _Known(first, self._head.no_past())
+                known = self._known[sequence.request_id] = Known(first, self._head.no_past())
             known.rewind(first)
-            past, own = first - known.start, torch.arange(m, device=self._device)
-            mask = torch.arange(past + m, device=self._device) <= past + own[:, None]
+            mask: Tensor | None = None
+            if not on_device:
+                past, own = first - known.start, torch.arange(m)
+                mask = torch.arange(past + m) <= past + own[:, None]
             tokens = sequence.tokens[first + 1 : first + m + 1]
             if ask.late is not None:
                 assert late is not None
@@ -208,42 +169,36 @@ class EagleDrafter:
             assert len(tokens) == m, "the token after a row is not known"
             rows.add(tokens, ask.hidden, range(first, first + m), known.past, mask)
             places.append(i)
-        found: list[Tensor | None] = [None] * len(asks)
-        if places:
-            features, pasts = self._forward(rows, late)
-            for i, feature, past_of in zip(places, features, pasts, strict=True):
-                self._known[asks[i].sequence.request_id].past = past_of
-                number = asks[i].late
-                drafts = late.drafts[number] if late is not None and number is not None else 0
-                found[i] = feature[-1 - drafts :]
-        return found
+        if not places:
+            return kept
+        counts = [len(hidden) for hidden in rows.hidden]
+        if on_device:
+            room = max(depth - 1, 0) * (self._width if self.max_nodes > self.max_depth else 1)
+            kept.padded = PaddedPasts(self._head, rows.pasts, counts, room, self._device)
+            features = list(torch.split(kept.padded.first(*self._there(rows, late)), counts))
+            pasts = kept.padded.grown()
+        else:
+            features, pasts = self._forward(rows)
+        for number, (i, feature, past_of) in enumerate(zip(places, features, pasts, strict=True)):
+            self._known[asks[i].sequence.request_id].past = past_of
+            place = asks[i].late
+            drafts = late.drafts[place] if late is not None and place is not None else 0
+            kept.features[i], kept.numbers[i] = feature[-1 - drafts :], number
+        return kept
 
-    def _forward(
-        self, rows: _Rows, late: Late | None = None
-    ) -> tuple[list[Tensor], list[list[Past]]]:
-        """-> each sequence's features [m, D], and its keys and values with these rows."""
+    def _there(self, rows: Rows, late: Late | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """-> of the rows, on the device: the next tokens' embeddings, hidden states, positions."""
         known = (rows.tokens, rows.positions, rows.late_into, rows.late_from)
         host = [torch.tensor(x, dtype=torch.int64) for x in known]
         tokens, positions, into, out_of = sent_all(host, self._device)
         if late is not None:
             tokens = tokens.index_copy(0, into, late.tokens.index_select(0, out_of))
-        return self._forward_there(
-            tokens, torch.cat(rows.hidden), positions, rows.pasts, rows.masks
-        )
+        return self._embed[tokens], torch.cat(rows.hidden), positions
 
-    def _forward_there(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        pasts: Seq[Seq[Past]],
-        masks: Seq[Tensor],
-    ) -> tuple[list[Tensor], list[list[Past]]]:
-        """The same of rows on the device. tokens, positions [m] int64."""
-        features, grown = eagle_forward_many(
-            self._head, self._embed[tokens], hidden, positions, pasts, masks
-        )
-        return list(torch.split(features, [len(mask) for mask in masks])), grown
+    def _forward(self, rows: Rows) -> tuple[list[Tensor], list[list[Past]]]:
+        """-> each sequence's features [m, D], and its keys and values with these rows."""
+        features, grown = eagle_forward_many(self._head, *self._there(rows), rows.pasts, rows.masks)
+        return list(torch.split(features, [len(mask) for mask in rows.masks])), grown
 
     # -- chosen on the device ------------------------------------------------------------------
 
@@ -251,49 +206,45 @@ class EagleDrafter:
         self,
         asks: Seq[DraftAsk],
         able: Seq[int],
-        features: Seq[Tensor | None],
+        kept: Kept,
         depth: int,
         pick: Pick,
         late: Late | None = None,
     ) -> ChainsAhead:
         """A round a draft, of as many rows as may draft there."""
         chains = ChainsAhead(asks, able, depth, self._device, pick, late)
-        last, pasts, seen, positions = self._begin(asks, chains.order, features, chains.ends)
+        levels, positions = self._begin(asks, chains.order, kept, chains.ends)
+        last = chains.ends.last_rows(kept.of(chains.order))
+        seen = torch.ones(1, 1, depth, dtype=torch.bool, device=self._device)
         counts = [k for k in chains.counts if k]
         for d, k in enumerate(counts):
             tokens = chains.choose(self._logits_of(last[:k]))
             if d + 1 == len(counts):
                 break
             k = counts[d + 1]
-            masks = [torch.cat([x, x.new_ones(d + 1)])[None] for x in seen[:k]]
-            made, pasts = self._forward_there(
-                tokens[:k], last[:k], positions[:k] + d, pasts[:k], masks
-            )
-            last = torch.cat(made)
+            above = seen[:, :, : d + 1].expand(k, -1, -1)
+            last = levels.run(self._embed[tokens[:k]], last[:k], positions[:k] + d, above)
         return chains
 
     def _trees_ahead(
         self,
         asks: Seq[DraftAsk],
         able: Seq[int],
-        features: Seq[Tensor | None],
+        kept: Kept,
         depth: int,
         late: Late | None = None,
     ) -> LateDrafts:
         """A level of all trees at once."""
         ends = LateEnds([asks[i] for i in able], late, self._device)
-        rows, pasts, seen, begins = self._begin(asks, able, features, ends)
+        levels, begins = self._begin(asks, able, kept, ends)
+        rows = ends.last_rows(kept.of(able))
         trees = TreesAhead(len(able), self._width, self._device)
         trees.add(self._logits_of(rows))
         for d in range(depth - 1):
             level = trees.frontier()
-            w = level.ancestors.shape[1]
-            before = [x.expand(w, -1) for x in seen]
-            masks = [torch.cat(parts, dim=1) for parts in zip(before, level.ancestors, strict=True)]
-            positions = (begins + d).repeat_interleave(w)
+            positions = (begins + d).repeat_interleave(level.ancestors.shape[1])
             hidden = rows.index_select(0, level.parents)
-            made, pasts = self._forward_there(level.tokens, hidden, positions, pasts, masks)
-            rows = torch.cat(made)
+            rows = levels.run(self._embed[level.tokens], hidden, positions, level.ancestors)
             trees.add(self._logits_of(rows))
         most = [min(asks[i].most, self.max_nodes) for i in able]
 
@@ -306,29 +257,20 @@ class EagleDrafter:
         return LateDrafts(trees.tensors(max(most)), told)
 
     def _begin(
-        self,
-        asks: Seq[DraftAsk],
-        order: Seq[int],
-        features: Seq[Tensor | None],
-        ends: LateEnds,
-    ) -> tuple[Tensor, list[list[Past]], list[Tensor], Tensor]:
-        """Of these asks: the feature [S, D] to go on from, what is known, which rows of it are
-        accepted ones' [P] bool of each, where those end [S]."""
+        self, asks: Seq[DraftAsk], order: Seq[int], kept: Kept, ends: LateEnds
+    ) -> tuple[PaddedLevels, Tensor]:
+        """Of these asks: runs of drafts, the position of the first one's row [S]."""
+        assert kept.padded is not None
         known = [self._known[asks[i].sequence.request_id] for i in order]
-        last = ends.last_rows([feature for i in order if (feature := features[i]) is not None])
-        rejected = ends.rejected
-        lengths = [k.end - k.start for k in known]
-        seen = [
-            torch.arange(length, device=self._device) < length - minus
-            for length, minus in zip(lengths, rejected.unbind(), strict=True)
-        ]
-        positions = sent(torch.tensor([k.end for k in known]), self._device) - rejected
-        return last, [k.past for k in known], seen, positions
+        host = [torch.tensor([k.start for k in known]), torch.tensor([k.end for k in known])]
+        starts, positions = sent_all(host, self._device)
+        positions = positions - ends.rejected
+        return kept.padded.levels([kept.numbers[i] for i in order], positions - starts), positions
 
     # -- chosen on the host --------------------------------------------------------------------
 
     def _chains(
-        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
+        self, asks: Seq[DraftAsk], able: Seq[int], kept: Kept, depth: int
     ) -> list[DraftTree]:
         """A round a draft, with a row of each sequence that goes on."""
         tokens: list[list[int]] = [[] for _ in asks]
@@ -336,7 +278,7 @@ class EagleDrafter:
         going = list(able)
         known = {i: self._known[asks[i].sequence.request_id] for i in going}
         pasts = {i: known[i].past for i in going}
-        last = {i: feature for i in going if (feature := features[i]) is not None}
+        last = dict(zip(going, kept.of(going), strict=True))
         for d in range(depth):
             going = [i for i in going if len(tokens[i]) == d and d < asks[i].most]
             if not going:
@@ -350,7 +292,7 @@ class EagleDrafter:
                     if q is not None:
                         probs[i].append(q)
             going = [i for i in going if len(tokens[i]) == d + 1 < min(depth, asks[i].most)]
-            rows = _Rows()
+            rows = Rows()
             for i in going:
                 end, length = known[i].end, known[i].end - known[i].start
                 mask = torch.ones(1, length + d + 1, dtype=torch.bool, device=self._device)
@@ -362,13 +304,11 @@ class EagleDrafter:
         return [chain(t, p or None) for t, p in zip(tokens, probs, strict=True)]
 
     def _trees(
-        self, asks: Seq[DraftAsk], able: Seq[int], features: Seq[Tensor | None], depth: int
+        self, asks: Seq[DraftAsk], able: Seq[int], kept: Kept, depth: int
     ) -> list[DraftTree]:
         """One sequence after another."""
         found = [DraftTree()] * len(asks)
-        for i in able:
-            feature = features[i]
-            assert feature is not None
+        for i, feature in zip(able, kept.of(able), strict=True):
             most = min(asks[i].most, self.max_nodes)
             found[i] = best_nodes(self._grow(asks[i], feature, depth), most)
         return found
@@ -405,7 +345,7 @@ class EagleDrafter:
             hidden = feature[[row for _, _, row in chosen]]
             positions = [known.end + d] * len(chosen)
             tokens = [found[number].token for number in frontier]
-            rows = _Rows()
+            rows = Rows()
             rows.add(tokens, hidden, positions, past, mask)
             (feature,), (past,) = self._forward(rows)
         return found
