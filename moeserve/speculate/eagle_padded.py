@@ -25,7 +25,7 @@ from torch import Tensor
 from models.crossing import sent_all
 from moeserve.speculate.eagle import EagleHead, Past, eagle_layers
 
-FEW = 8  # rows of its own, up to which a sequence shares a buffer
+FEW = 16  # rows of its own, up to which a sequence shares a buffer
 SHORT = 64  # positions; what is shorter is of one kind
 MOST = 1 << 26  # keys of a buffer, as numbers: a product has a copy of them in fp32
 
