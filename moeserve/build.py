@@ -37,7 +37,12 @@ from moeserve.memory import AUTO_SHARE, CachePlan, CacheTooSmall
 from moeserve.overlap import OverlapChoice, decide_overlap
 from moeserve.placing import describe
 from moeserve.plan import StepPlan
-from moeserve.rebalancing.build import open_rebalancer, our_planner, staging_bytes
+from moeserve.rebalancing.build import (
+    open_rebalancer,
+    our_planner,
+    staging_bytes,
+    staging_foreseen,
+)
 from moeserve.recorder import StepRecorder
 from moeserve.runner import ModelRunner
 from moeserve.scheduler import ScheduleLimits, Scheduler
@@ -92,11 +97,13 @@ def build_engine(
         bytes_per_token += start.speculate.cache_bytes(start.dtype.itemsize)
     if ledger is not None:
         beside |= {kind: ledger.planned[kind] for kind in ("graphs", "workspace")}
-    plan = _plan_cache(config, group, start, bytes_per_token, opening, beside)
+    there = opening.available, opening.sharers
+    plan = _plan_cache(config, group, start, bytes_per_token, there, beside)
     start.notes.append(plan.describe())
     pages = model.cache_spec.allocate(plan.num_blocks, plan.block_size, model.device)
     if ledger is not None:
-        ledger.plan({"kv_cache": plan.num_bytes})
+        own = plan.num_tokens * model.cache_spec.bytes_per_token()
+        ledger.plan({"kv_cache": own, "drafter": beside.get("drafter", 0) + plan.num_bytes - own})
         ledger.took("kv_cache")
     cache = BlockCache(
         plan.num_blocks,
@@ -136,6 +143,8 @@ def build_engine(
     speculator: Speculator | None = None
     if start.speculate is not None:
         speculator = open_speculator(start.speculate, runner, scheduler, group.rank)
+    if ledger is not None:
+        ledger.took("drafter")
     engine = (AheadEngine if ahead else Engine)(
         runner,
         scheduler,
@@ -216,18 +225,29 @@ class _Opening:
 def _memory_plan(
     config: ServeConfig, group: EPGroup, start: StartUp, nodes: int
 ) -> MemoryLedger | None:
-    """On a GPU: what its memory is for, printed before anything is taken. Collective."""
+    """What memory is for, before anything is taken; ConfigError where it does not reach, for the
+    cache of one sequence as well. On a GPU (else None) the plan is printed. Collective."""
+    buffers, itemsize = start.dispatchers.plan(group).total, start.dtype.itemsize
     ledger = open_ledger(
-        config, start.device, start.model, start.weight_bytes, start.keeps_fp8,
-        start.dispatchers.plan(group).total, nodes, start.dtype.itemsize,
+        config, start.device, start.model, start.weight_bytes, start.keeps_fp8, buffers, nodes,
+        itemsize,
     )  # fmt: skip
-    if ledger is None:
-        return None
     layers = start.model.num_hidden_layers
     layers += start.model.num_mtp_layers if start.with_mtp else 0
-    a_token = layers * start.model.cache_bytes(start.dtype.itemsize, fp8_cache(config))
+    a_token = layers * start.model.cache_bytes(itemsize, fp8_cache(config))
+    drafter = 0
     if start.speculate is not None:
-        a_token += start.speculate.cache_bytes(start.dtype.itemsize)
+        a_token += start.speculate.cache_bytes(itemsize)
+        drafter = start.speculate.memory_bytes(itemsize)
+    if ledger is None:
+        here, sharers = start.device.free_bytes(group.ranks_per_node)
+        left = max(here - sharers * start.known_bytes["weights"], 0)
+        beside = {"dispatch_buffers": buffers, "drafter": drafter}
+        _plan_cache(config, group, start, a_token, (left, sharers), beside)
+        return None
+    experts = ledger.planned.get("weights: experts", 0)
+    staging = staging_foreseen(config, group, start.placement, experts)
+    ledger.plan({"rebalance_staging": staging, "drafter": drafter})
     length = config.schedule.max_model_len or start.model.max_position_embeddings
     blocks = config.schedule.max_num_sequences * -(-length // config.cache.block_size)
     most = blocks * config.cache.block_size * a_token
@@ -236,6 +256,10 @@ def _memory_plan(
         say(ledger.describe())
     short = ledger.shortage()
     agree_on_problems(group, [short] if short else [])
+    weights = {kind for kind in ledger.planned if kind.startswith("weights: ")}
+    left = ledger.at_start - sum(ledger.planned[kind] for kind in weights)
+    beside = {k: n for k, n in ledger.planned.items() if k not in weights and k != "kv_cache"}
+    _plan_cache(config, group, start, a_token, (left, 1), beside)
     return ledger
 
 
@@ -244,10 +268,11 @@ def _plan_cache(
     group: EPGroup,
     start: StartUp,
     bytes_per_token: int,
-    opening: _Opening,
+    there: tuple[int, int],
     beside: dict[str, int],
 ) -> CachePlan:
-    """Each rank sizes its pool by its own machine; the longest sequence is agreed."""
+    """Each rank sizes its pool by its own machine; the longest sequence is agreed. there: bytes
+    that are available beside the weights, and how many ranks share them."""
     problems: list[str] = []
     plan: CachePlan | None = None
     try:
@@ -255,8 +280,7 @@ def _plan_cache(
             config,
             bytes_per_token,
             start.model.max_position_embeddings,
-            opening.available,
-            opening.sharers,
+            *there,
             beside,
             AUTO_SHARE if start.device.on_cpu else KV_SHARE,
         )

@@ -30,6 +30,7 @@ from moeserve.device.ahead import AheadEngine
 from moeserve.device.choose import Cuda
 from moeserve.errors import ConfigError
 from moeserve.request import Request, SamplingParams
+from moeserve.speculate.build import SpeculatePlan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
 GIB = 1 << 30
@@ -129,6 +130,48 @@ def test_a_plan_that_does_not_fit_ends_the_start_before_weights(
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     with fake_cuda(), pytest.raises(ConfigError, match="memory: the plan needs .* graphs"):
         build.build_engine(settings(folder, engine={"quiet": True}), EPGroup.single())
+
+
+def test_too_little_for_one_sequence_ends_the_start_before_weights(
+    folder: Path,
+    gpu: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All else fits. Said as it is said where the cache is sized at last."""
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with fake_cuda():
+        gpu["free"] = 2 * GIB
+        with pytest.raises(ConfigError, match=r"memory: the plan needs (\d+) bytes") as short:
+            build.build_engine(settings(folder), EPGroup.single())
+        others = int(str(short.value).partition("plan needs ")[2].split()[0])
+        gpu["free"] = others + 20_000  # 19.000 of them: a block of 16, where 128 positions need 8
+        with pytest.raises(ConfigError) as caught:
+            build.build_engine(settings(folder), EPGroup.single())
+    (problem,) = caught.value.problems
+    assert problem.startswith("cache: auto: 95% of ") and "gives 1 blocks of 16" in problem
+    assert "one sequence of max_model_len=128 needs 128 tokens" in problem
+    assert "memory plan: " in capsys.readouterr().err
+
+
+def test_what_drafts_is_in_the_plan(
+    folder: Path, gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not taken for workspace."""
+    monkeypatch.setattr(SpeculatePlan, "memory_bytes", lambda *_: 5 * GIB)
+    real_open = build.open_speculator
+
+    def open_hungry(*args: Any) -> Any:
+        gpu["free"] -= 5 * GIB
+        return real_open(*args)
+
+    monkeypatch.setattr(build, "open_speculator", open_hungry)
+    drafts = settings(folder, speculate={"method": "ngram:1"}, engine={"quiet": True})
+    with warnings.catch_warnings(), fake_cuda():
+        warnings.simplefilter("ignore")
+        engine = build.build_engine(drafts, EPGroup.single())
+    told: Any = engine.info["memory_plan"]
+    assert told["planned"]["drafter"] == told["taken"]["drafter"] == 5 * GIB
 
 
 def test_who_takes_more_than_planned_ends_the_start(

@@ -18,6 +18,7 @@ from dispatch.local import LocalDispatcher
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
+from moeserve import build
 from moeserve.build import build_engine
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
@@ -201,6 +202,21 @@ def test_what_cannot_fit_is_said_before_weights_load(
     monkeypatch.setattr(choose.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(ConfigError, match="memory: .*weights"):
         prepare(config(random_checkpoint), SINGLE)
+
+
+def test_too_little_for_one_sequence_is_said_before_weights_load(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All else fits; in the words in which it is said once they are there."""
+    asked = config(random_checkpoint, cache={})
+    weights = prepare(asked, SINGLE).known_bytes["weights"]
+    memory = type("Memory", (), {"available": weights + 20_000})
+    monkeypatch.setattr(choose.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError) as caught:
+        build_engine(asked, SINGLE)
+    (said,) = caught.value.problems
+    assert said.startswith("cache: auto: 50% of 0 MiB available over 1 ranks here: gives 0 blocks")
 
 
 def test_an_engine_tells_its_buffers_and_its_choice(

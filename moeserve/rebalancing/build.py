@@ -154,6 +154,16 @@ def staging_bytes(
     return min(config.rebalance.max_staging_bytes or max(layers), sum(layers))
 
 
+def staging_foreseen(
+    config: ServeConfig, group: EPGroup, placement: ExpertPlacement, experts: int
+) -> int:
+    """`staging_bytes` before there are weights. experts: bytes that this rank will hold of them."""
+    if group.size == 1:
+        return 0
+    a_layer = -(-experts // placement.num_layers)
+    return min(config.rebalance.max_staging_bytes or a_layer, experts)
+
+
 def _bundle_bytes(model: MovableModel) -> list[int]:
     """Of an expert, by placement row."""
     return [int(x.bundle(0).nbytes) if x.num_slots else 0 for x in model.expert_weights()]
