@@ -19,6 +19,7 @@ from moeserve.request import Request, SamplingParams
 from moeserve.row_draws import RowDraws
 from moeserve.sequence import Sequence
 from moeserve.speculate.drafter import DraftAsk
+from moeserve.speculate.late import Late, LateDrafts
 from moeserve.speculate.tree import DraftTree, chain
 
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -89,6 +90,7 @@ class Oracle:
         self.max_depth, self.max_nodes = depth, nodes or depth
         self._tokens, self._vocab = tokens, vocab
         self.known: set[str] = set()
+        self.hidden: dict[tuple[str, int], Tensor] = {}  # by request and position, all that it saw
 
     def propose(
         self, asks: Seq[DraftAsk], depth: int, max_tokens: int | None = None
@@ -99,6 +101,8 @@ class Oracle:
             self.known.add(sequence.request_id)
             assert ask.hidden is not None
             assert ask.first + len(ask.hidden) == sequence.num_computed_tokens
+            for i, row in enumerate(ask.hidden):
+                self.hidden[sequence.request_id, ask.first + i] = row.clone()
             done = sequence.num_output_tokens
             coming = self._tokens[sequence.request_id][done : done + min(ask.most, depth)]
             coming = [*coming, *[5] * (min(ask.most, depth) - len(coming))]
@@ -139,6 +143,34 @@ class Oracle:
 
     def memory_bytes(self) -> int:
         return 0
+
+
+class LateOracle(Oracle):
+    """Is asked before the host knows what was accepted."""
+
+    num_late = num_walked = 0
+
+    def drafts_late(self, sequences: Seq[Sequence]) -> bool:
+        return True
+
+    def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:
+        self.num_late += 1
+        self.num_walked += late.walked is not None
+        given = [None if ask.hidden is None else ask.hidden.clone() for ask in asks]
+
+        def told(host: Seq[Tensor], accepted: Seq[int]) -> list[DraftTree]:
+            assert late.accepted.tolist() == list(accepted)
+            after: list[DraftAsk] = []
+            for ask, rows in zip(asks, given, strict=True):
+                assert rows is not None
+                if ask.late is not None:
+                    rows = rows[: len(rows) - late.drafts[ask.late] + accepted[ask.late]]
+                after.append(DraftAsk(ask.sequence, ask.most, ask.first, rows))
+            alive = [ask for ask in after if ask.sequence.lease is not None]
+            trees = iter(self.propose(alive, depth))
+            return [DraftTree() if a.sequence.lease is None else next(trees) for a in after]
+
+        return LateDrafts([], told)
 
 
 def write_heads(folder: Path, kind: str, hidden: int, vocab: int) -> Path:

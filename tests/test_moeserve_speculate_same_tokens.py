@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from speculate_world import Oracle, requests, write_heads
+from speculate_world import LateOracle, Oracle, requests, write_heads
+from torch import Tensor
 
 from ep.group import EPGroup
 from models.deepseek.random_checkpoint import write_random_checkpoint
@@ -55,6 +56,8 @@ class Ran:
     told: tuple[int, int] = (0, 0)  # of outputs: accepted, rejected
     cached: int = 0
     depths: set[int] = field(default_factory=set)
+    hidden: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # as an oracle saw it
+    walked: int = 0  # steps whose trees were judged late
 
 
 def load(checkpoint: Path, dtype: str = "float32", redundant: int = 0) -> Engine:
@@ -88,8 +91,9 @@ def serve(
     overlap: int | None = None,
     aborts: dict[int, str] | None = None,
 ) -> Ran:
-    """drafter: oracle, or as `--speculate` has it, without K; depth None: adaptive. checkpoint:
-    where the target's tokenizer lies. aborts: of a request before a step."""
+    """drafter: oracle, late (one that is asked late), or as `--speculate` has it, without K; depth
+    None: adaptive. checkpoint: where the target's tokenizer lies. aborts: of a request before a
+    step."""
     model: Any = loaded.runner.model
     cache = BlockCache(tokens // size, size, rows, prefix)
     pages = model.cache_spec.allocate(tokens // size, size, torch.device("cpu"))
@@ -101,9 +105,10 @@ def serve(
     runner = ModelRunner(model, pages, cache.tables, StepRecorder(), overlap, Rule(rule))
     scheduler = Scheduler(cache, limits)
     speculator: Speculator | None = None
-    if drafter == "oracle":
+    if drafter in ("oracle", "late"):
         assert plain is not None
-        made = Oracle(plain.tokens, depth or 4, model.config.vocab_size, nodes)
+        kind = Oracle if drafter == "oracle" else LateOracle
+        made = kind(plain.tokens, depth or 4, model.config.vocab_size, nodes)
         policy = FixedDepth(depth) if depth else AdaptiveDepth(4)
         speculator = Speculator(made, policy, runner, scheduler)
     elif drafter is not None:
@@ -149,8 +154,10 @@ def serve(
     ran.drafted = scheduler.counters.drafted_tokens
     ran.accepted = scheduler.counters.accepted_tokens
     ran.told = accepted, rejected
-    if isinstance(speculator and speculator.drafter, Oracle):
-        assert not speculator.drafter.known  # type: ignore[union-attr]
+    if speculator is not None and isinstance(speculator.drafter, Oracle):
+        assert not speculator.drafter.known
+        ran.hidden = speculator.drafter.hidden
+        ran.walked = getattr(speculator.drafter, "num_walked", 0)
     assert scheduler.counters.output_tokens == sum(map(len, ran.tokens.values()))
     if not aborts:
         assert sum(ran.told) == ran.drafted
@@ -243,6 +250,29 @@ def test_trees_change_no_bit(case: Case, name: str) -> None:
     )
     must_match(ran, case.plain)
     assert ran.drafted > 60 and ran.accepted > 10
+
+
+@pytest.fixture(scope="module")
+def seen(case: Case) -> dict[tuple[str, int], Tensor]:
+    """Hidden states of positions, where the host says which were accepted."""
+    return serve(case.loaded, case.asked, drafter="oracle", plain=case.plain).hidden
+
+
+@pytest.mark.parametrize("name", ["prefix", "budget-9", "preempted", "halves"])
+def test_drafts_judged_late_change_no_bit(
+    case: Case, seen: dict[tuple[str, int], Tensor], name: str
+) -> None:
+    """Nor does what a drafter sees of the steps, which for trees are the rows of the path alone."""
+    for nodes in (None, 16):
+        ran = serve(
+            case.loaded, case.asked[:20], drafter="late", depth=4, nodes=nodes, plain=case.plain,
+            **VARIANTS[name],
+        )  # fmt: skip
+        must_match(ran, case.plain)
+        assert ran.drafted > 60 and ran.accepted > 10 and (ran.walked > 8) is (nodes is not None)
+        common = ran.hidden.keys() & seen.keys()
+        assert len(common) > 300
+        assert [at for at in common if not torch.equal(ran.hidden[at], seen[at])] == []
 
 
 @pytest.mark.parametrize("nodes", [None, 9, 24])
