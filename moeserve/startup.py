@@ -230,7 +230,8 @@ def _kernels(
     graphs = config.engine.graphs != "off"
     table = config.model.kernel_table
     try:
-        return create_kernels(config.model.kernels, device.device, table, graphs)
+        fast = not config.engine.deterministic
+        return create_kernels(config.model.kernels, device.device, table, graphs, fast)
     except KernelTableError as error:  # names the file
         problems.append(f"model.kernel_table={error}")
         return None

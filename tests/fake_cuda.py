@@ -33,8 +33,8 @@ SMS = 132  # of an H200
 class UnlaunchedKernels(TritonKernels):
     """TritonKernels that do not look whether they can run here: weights on any device."""
 
-    def __init__(self, device: torch.device) -> None:
-        TritonAttention.__init__(self, device)
+    def __init__(self, device: torch.device, fast: bool = False) -> None:
+        TritonAttention.__init__(self, device, fast=fast)
         self.description = self.build = "triton, not launched"
 
 

@@ -111,12 +111,20 @@ def test_differences_of_the_two_models_are_told(name: str) -> None:
     assert f"{part} {1e3 * most:+,.1f}" in first
     assert any("has no modes" in line for line in both.why)
     if both.phase == "decode":
-        assert both.mode == "both" and both.deterministic is None and both.one_part is not None
+        assert (
+            both.mode == "deterministic"
+            and both.deterministic is None
+            and both.one_part is not None
+        )
         assert 0 < both.merging < both.step.part("core") / 2
         assert (f"{1e3 * both.merging:,.1f} are results of pieces" in first) == (
             f"attention core {1e3 * both.differences['attention core']:+,.1f}" in first
         )
         assert f"in one piece {1e3 * both.one_part.part('core'):,.1f}" in both.why[1]
+        assert "every 1,024 up to 16,384, then every 2,048" in both.why[1]
+        assert both.by_load is not None
+        assert f"fills the GPU: {1e3 * both.by_load.part('core'):,.1f} ms" in both.why[1]
+        assert both.one_part.seconds <= both.by_load.seconds < both.step.seconds
     else:
         assert both.mode == "fast" and both.one_part is None and both.merging == 0
         assert both.deterministic is not None and both.deterministic > 1.2 * both.step.seconds
@@ -212,17 +220,18 @@ def test_plans_tell_kernels() -> None:
             kernels["of"][0]
         )
     assert said["decode"]["kernels"]["drafts_s"] > 0
-    for phase, mode in (("prefill", "fast"), ("decode", "both")):
+    for phase, mode in (("prefill", "fast"), ("decode", "deterministic")):
         kernels, by = said[phase]["kernels"], said[phase]["step_s_by"]
         assert kernels["mode"] == mode and set(kernels["bounds"]) == {"memory", "compute", "gaps"}
         assert (kernels["step_s"], kernels["fitted_step_s"]) == (by["kernels"], by["fitted"])
         told = sum(kernels["differences_s"].values())
         assert told == pytest.approx(kernels["step_s"] - kernels["fitted_step_s"])
         assert (kernels["one_part_step_s"] is None) == (phase == "prefill")
+        assert (kernels["fast_step_s"] is None) == (phase == "prefill")
         assert (kernels["deterministic_step_s"] is None) == (phase == "decode")
     screen = CliRunner().invoke(app, [*flags, "--kernels", "--phase", "decode"]).stdout
     assert "mla_decode" in screen and "grouped_gemm" in screen and "MTP drafts" in screen
-    assert "attention as in both modes" in screen and "of the fitted model" in screen
+    assert "attention of deterministic mode" in screen and "of the fitted model" in screen
     words = " ".join(screen.split())
     assert all(line in words for line in said["decode"]["kernels"]["why"]) and "gaps: what" in words
     assert "mla_decode" not in CliRunner().invoke(app, flags).stdout

@@ -175,8 +175,8 @@ def step_of(rows: int, context: int, known: bool = True) -> MlaStep:
     positions = torch.full((rows,), context - 1)
     zeros = torch.zeros(rows, dtype=torch.int32)
     plan = DecodePlan(
-        positions, zeros, zeros, zeros, None, DETERMINISTIC, DETERMINISTIC.count(context),
-        ((0, rows),),
+        positions, zeros, zeros, zeros, zeros, None, DETERMINISTIC,
+        DETERMINISTIC.count(context), context, ((0, rows),),
     )  # fmt: skip
     return MlaStep(
         plan, torch.zeros(1, 1, dtype=torch.int32), 1.0, [context] * rows if known else None

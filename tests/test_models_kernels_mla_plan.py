@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from models.deepseek.kernels.gpu import triton_attention
+from models.deepseek.kernels.gpu.mla_decode_config import choose_config, fill
 from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla, flat_metadata
 from models.deepseek.kernels.gpu.mla_plan import (
     CAPTURED_WORKSPACE,
     DETERMINISTIC,
+    TILE,
     WORKSPACE,
+    ByLoad,
+    Cuts,
     DecodePlan,
     Partitions,
-    balanced,
     known_lengths,
     part_bytes,
     plan_decode,
@@ -56,23 +61,31 @@ def decode(lengths: list[int], padding: int = 0) -> ForwardBatch:
 
 def cut_rightly(plan: DecodePlan, lengths: list[int], workspace: int, heads: int) -> None:
     """Every row is in one launch, no launch has more units than there is room for, a row's units
-    are those of its own length."""
+    are those of its own length, one after the other."""
     rows = [row for first, last in plan.launches for row in range(first, last)]
     assert rows == list(range(plan.num_rows))
     for (first, last), piece in zip(plan.launches, plan.pieces or (plan,), strict=True):
         starts = piece.work_start.tolist()
         assert starts[-1] <= piece.max_units
         counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-        assert counts == [plan.partitions.count(n) for n in lengths[first:last]]
+        assert counts == plan.partitions.parts(lengths[first:last])
         assert max(counts) <= plan.max_parts
         owners = piece.unit_rows[: starts[-1]]
         assert owners.tolist() == [row for row, n in enumerate(counts) for _ in range(n)]
+        spans = piece.spans[: starts[-1]].tolist()
+        for n, begin, end in zip(lengths[first:last], starts, starts[1:], strict=False):
+            borders = [low for low, _ in spans[begin:end]] + [n]
+            assert [high for _, high in spans[begin:end]] == borders[1:] and borders[0] == 0
+            assert all(low < high for low, high in pairwise(borders)) or n == 0
+            assert not any(low % TILE for low in borders[:-1])
         if last - first > 1 and plan.max_parts > 1:
             assert part_bytes(piece.max_units, heads, 512) <= workspace
 
 
 SHORT, LONG = st.integers(1, 3000), st.integers(1, LONGEST)
-CUTS = st.sampled_from([DETERMINISTIC, Partitions(64, 128, 128), balanced(4, 2, LONGEST, 132)])
+CUTS = st.sampled_from(
+    [DETERMINISTIC, Partitions(64, 128, 128), Partitions(256, 0, 256), ByLoad(132), ByLoad(3)]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,7 +98,7 @@ CUTS = st.sampled_from([DETERMINISTIC, Partitions(64, 128, 128), balanced(4, 2, 
     st.integers(0, 5000),
 )
 def test_room_is_made_for_what_there_can_be(
-    lengths: list[int], padding: int, cuts: Partitions, heads: int, workspace: int, slack: int
+    lengths: list[int], padding: int, cuts: Cuts, heads: int, workspace: int, slack: int
 ) -> None:
     batch = decode(lengths, padding)
     every = [*lengths, *[0] * padding]
@@ -102,9 +115,69 @@ def test_room_is_made_for_what_there_can_be(
     for plan in plans:
         cut_rightly(plan, every, workspace, heads)
     # The more is known the less room there is, in fewer launches.
-    assert plans[0].max_units == sum(map(cuts.count, every))
+    if isinstance(cuts, ByLoad):
+        assert all(p.max_units <= len(every) + cuts.units for p in plans[0].pieces or plans[:1])
+    else:
+        assert plans[0].max_units == sum(map(cuts.count, every))
+    assert {p.longest for p in plans} == {max(lengths), max(lengths) + slack}
     units, launches = [p.max_units for p in plans], [len(p.launches) for p in plans]
     assert units == sorted(units) and launches == sorted(launches)
+
+
+def spread(cuts: Cuts, lengths: list[int]) -> float:
+    """Positions of the busiest of 132 programs by those of all in the mean: two tiles of heads,
+    units in turn, as the kernel takes them."""
+    plan = plan_decode(decode(lengths), HEADS, partitions=cuts)
+    units = int(plan.work_start[-1])
+    size = (plan.spans[:units, 1] - plan.spans[:units, 0]).repeat_interleave(2)
+    busy = [int(size[at::132].sum()) for at in range(132)]
+    return max(busy) / (sum(busy) / 132)
+
+
+def test_cut_by_load_a_step_fills_the_gpu_and_merges_little() -> None:
+    cuts = fill(HEADS, 132, choose_config(HEADS, 90))
+    assert cuts == ByLoad(132)
+    for rows, length in ((4, 32768), (8, 4096), (8, 32768), (40, 4096)):
+        assert spread(cuts, [length] * rows) < 1.3
+    assert spread(DETERMINISTIC, [4096] * 8) > 2
+    # One that is far longer than the others does not hold them up.
+    assert spread(cuts, [LONGEST] + [4096] * 63) < 1.5
+    # As many rows as fill it are not cut at all: nothing is merged.
+    for rows, length in ((64, 4096), (128, 4096), (256, 1024), (100, 30000)):
+        batch = decode([length] * rows)
+        plan = plan_decode(replace(batch, host=batch), HEADS, partitions=cuts)
+        assert (plan.max_parts, plan.max_units) == (1, rows)
+        assert cuts.parts([length] * rows) == [1] * rows
+    # Rows of drafts are rows.
+    assert cuts.parts([4096] * 32, rows_each=4) == [1] * 32 != cuts.parts([4096] * 32)
+    # A captured step has room without knowing more than its rows.
+    captured = replace(decode([1] * 256), max_context_len=LONGEST, total_context=MOST_CONTEXT)
+    plan = plan_decode(captured, HEADS, partitions=cuts)
+    assert (len(plan.launches), plan.max_units) == (1, 256 + 132)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
+def test_fast_mode_alone_cuts_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Cuts] = []
+
+    def planned(*args: Any, **settings: Any) -> DecodePlan:
+        found.append(settings["partitions"])
+        return plan_decode(*args, **settings)
+
+    monkeypatch.setattr(triton_attention, "plan_decode", planned)
+    with warnings.catch_warnings(), fake_cuda() as fake, torch.inference_mode():
+        warnings.simplefilter("ignore")
+        batch = decode([70, 3000])
+        there = {n: x.to(CUDA) for n, x in vars(batch).items() if isinstance(x, Tensor)}
+        batch = replace(batch, **there)
+        layer = torch.zeros(64, BLOCK, 576, dtype=torch.bfloat16, device=CUDA)
+        q = torch.zeros(2, HEADS, 576, dtype=torch.bfloat16, device=CUDA)
+        fake.waits.clear()
+        for fast in (False, True):
+            kernels = TritonAttention(CUDA, fast=fast)
+            kernels.latent_attention(q[..., :512], q[..., 512:], layer, batch, 1.0)
+        assert fake.waits == []
+    assert found == [DETERMINISTIC, ByLoad(132)]
 
 
 def test_256_rows_of_which_each_may_be_the_longest() -> None:

@@ -42,7 +42,7 @@ def both_modes(folder: Path, fp8_cache: bool = False) -> dict[bool, DeepSeekMode
         deterministic: load_model(
             folder,
             dtype=torch.bfloat16,
-            kernels=UnlaunchedKernels(torch.device("cpu")),
+            kernels=UnlaunchedKernels(torch.device("cpu"), fast=not deterministic),
             group=group,
             dispatcher_factory=lambda config: LocalDispatcher(group, config),
             deterministic=deterministic,

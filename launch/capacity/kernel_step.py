@@ -6,8 +6,9 @@ sources; all-to-alls and what overlap hides of them are taken from there as well
 
 Which kernels there are: models/deepseek/kernels/gpu/step_kernels.py. Knows: a GPU's peaks. Knows
 nothing of requests or prices. moeserve's own layout only: attention is data-parallel. Attention of
-prefill is that of fast mode unless told otherwise; that of decode is our kernel's, which cuts rows
-at fixed positions in both modes. Why it is another time than the fitted model's: `kernel_why`.
+prefill is that of fast mode unless told otherwise; that of decode is our kernel's of deterministic
+mode, which cuts rows at fixed positions, unless other cuts are given (`fast_cuts`). Why it is
+another time than the fitted model's: `kernel_why`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from launch.capacity.hardware import Gpu
 from launch.capacity.predict import Workload
 from launch.capacity.times import Calibration, Step, decode_exposed, prefill_exposed, share
 from models.deepseek.config import DeepSeekConfig
-from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
+from models.deepseek.kernels.gpu.mla_decode_config import choose_config, fill
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, ByLoad, Cuts
 from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
     Use,
@@ -143,7 +145,7 @@ def kernel_step(
     d: Deployment,
     work: Workload,
     c: Calibration | None = None,
-    partitions: Partitions = DETERMINISTIC,
+    partitions: Cuts = DETERMINISTIC,
     latents: bool = False,
 ) -> KernelStep | None:
     """Of a deployment that is placed. partitions: of attention in decode. latents: prefill attends
@@ -163,8 +165,14 @@ def kernel_step(
     return KernelStep(d.gpu, c, step.groups, step.comm, step.exposed, drafts, step.seconds + drafts)
 
 
+def fast_cuts(d: Deployment) -> ByLoad:
+    """How our kernel cuts rows in fast mode on this GPU: by the step's load."""
+    heads = d.shape.config.num_attention_heads
+    return fill(heads, d.gpu.sms, choose_config(heads, 100 if d.gpu.young else 90, d.kv_fp8))
+
+
 def _decode(
-    d: Deployment, work: Workload, drafts: int, c: Calibration, partitions: Partitions
+    d: Deployment, work: Workload, drafts: int, c: Calibration, partitions: Cuts
 ) -> KernelStep:
     m, gpu, pool = d.shape.config, d.gpu, d.pool()
     halves = 2 if pool.overlap and pool.ep > 1 else 1
@@ -183,7 +191,8 @@ def _decode(
 
 def _prefill(d: Deployment, work: Workload, c: Calibration, latents: bool) -> KernelStep:
     m, gpu, pool, rows = d.shape.config, d.gpu, d.pool(), d.tokens
-    attention = _prefill_attention(m, rows, work, d.kv_fp8, latents, gpu, c)
+    cuts = DETERMINISTIC if latents else fast_cuts(d)
+    attention = _prefill_attention(m, rows, work, d.kv_fp8, latents, cuts, gpu, c)
     own, experts = _own(m, rows, d.hosted, gpu, c), _experts(d, rows, c)
     seconds = attention.whole + own.whole + experts.whole
     comm, exposed, slower = prefill_exposed(d.shape, pool, rows, seconds, c)
@@ -202,7 +211,7 @@ def _decode_attention(
     sequences: int,
     rows_each: int,
     kv_fp8: bool,
-    partitions: Partitions,
+    partitions: Cuts,
     gpu: Gpu,
     c: Calibration,
 ) -> _Group:
@@ -217,11 +226,12 @@ def _prefill_attention(
     work: Workload,
     kv_fp8: bool,
     latents: bool,
+    partitions: Cuts,
     gpu: Gpu,
     c: Calibration,
 ) -> _Group:
     kernels = attention_absorbed if latents else attention_fast
-    return _timed(kernels(m, *chunks(tokens, work), kv_fp8), gpu, c)
+    return _timed(kernels(m, *chunks(tokens, work), kv_fp8, partitions), gpu, c)
 
 
 @lru_cache(maxsize=1024)

@@ -4,9 +4,9 @@ Knows both models of one step (`times`, `kernel_step`), which mode of attention 
 bounds a kernel. Knows nothing of screens.
 
 The fitted model has no modes: its constants are those of published engines, which is nearest to
-fast mode. Our decode kernel cuts each row's context at fixed positions in both modes (law 5) and
-merges what the pieces give; prefill in fast mode expands keys, in deterministic mode it attends
-over latents as decode does.
+fast mode. Our decode kernel cuts each row's context at fixed positions in deterministic mode (law
+5), by the load of a step in fast mode, and merges what the pieces give; prefill in fast mode
+expands keys, in deterministic mode it attends over latents as decode does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from functools import cached_property
 from typing import Any, Literal
 
 from launch.capacity.deployment import Deployment
-from launch.capacity.kernel_step import LAUNCHES, OF_EXPERTS, KernelStep, kernel_step
+from launch.capacity.kernel_step import (
+    LAUNCHES,
+    OF_EXPERTS,
+    KernelStep,
+    fast_cuts,
+    kernel_step,
+)
 from launch.capacity.parts import step_parts
 from launch.capacity.predict import Workload
 from launch.capacity.times import Step
-from models.deepseek.kernels.gpu.mla_plan import Partitions
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
 
-# Which mode's attention a step has: a decode kernel that is ours is the same in both.
-Mode = Literal["both", "fast"]
+Mode = Literal["deterministic", "fast"]  # whose attention a step has
 ONE_PART = Partitions(1 << 20, 1 << 20, 1 << 20)  # longer than any context
 _SHOWN = 4  # parts of a step that are told apart, where they differ
 _LEAST = 0.005  # of a step, to be told
@@ -41,25 +46,24 @@ _LESS = {"all-to-alls, not hidden": "longer work hides more of them"}
 
 @dataclass(frozen=True)
 class Compared:
-    """One step by both models. fitted: by the fitted one. one_part: decode without partitions,
-    seconds; deterministic: prefill over latents, seconds at least (each latent is read once); each
-    None in the other phase."""
+    """One step by both models. fitted: by the fitted one. one_part: decode with each row in one
+    piece; by_load: with pieces of fast mode; deterministic: prefill over latents, seconds at least
+    (each latent is read once); each None in the other phase."""
 
     phase: str
     step: KernelStep
     fitted: Step
     one_part: KernelStep | None
+    by_load: KernelStep | None
     deterministic: float | None
 
     @property
     def mode(self) -> Mode:
-        return "both" if self.phase == "decode" else "fast"
+        return "deterministic" if self.phase == "decode" else "fast"
 
     @property
     def mode_told(self) -> str:
-        if self.phase == "decode":
-            return "attention as in both modes"
-        return "attention of fast mode"
+        return f"attention of {self.mode} mode"
 
     @cached_property
     def differences(self) -> dict[str, float]:
@@ -113,14 +117,16 @@ class Compared:
         return (_MORE if more > 0 else _LESS).get(name, "")
 
     def _pieces(self) -> list[str]:
-        if self.one_part is None or self.merging <= 0:
+        if self.one_part is None or self.by_load is None or self.merging <= 0:
             return []
+        cuts = DETERMINISTIC
         return [
-            f"pieces: a row's context is cut at fixed positions, so that tokens are the same in "
-            f"any company, and fp32 results of the pieces are written and merged: {_CORE} takes "
+            f"pieces: a row's context is cut at fixed positions, every {cuts.near_size:,} up to "
+            f"{cuts.near_end:,}, then every {cuts.far_size:,}, so that tokens are the same in any "
+            f"company, and fp32 results of the pieces are written and merged: {_CORE} takes "
             f"{_ms(self.step.part('core'))} ms, in one piece {_ms(self.one_part.part('core'))}. "
-            "Our kernel does so in both modes; FlashMLA, which --kernel-table may put there in "
-            "fast mode, does not"
+            "In fast mode (--no-deterministic) our kernel cuts no more than fills the GPU: "
+            f"{_ms(self.by_load.part('core'))} ms, the whole step {_ms(self.by_load.seconds)}"
         ]
 
     @property
@@ -140,6 +146,7 @@ class Compared:
             "mode": self.mode,
             "fitted_step_s": self.fitted.seconds,
             "differences_s": self.differences,
+            "fast_step_s": None if self.by_load is None else self.by_load.seconds,
             "one_part_step_s": None if self.one_part is None else self.one_part.seconds,
             "deterministic_step_s": self.deterministic,
             "why": self.why,
@@ -153,9 +160,10 @@ def compared(d: Deployment, work: Workload, fitted: Step) -> Compared | None:
     if step is None:
         return None
     if d.phase == "decode":
-        return Compared(d.phase, step, fitted, kernel_step(d, work, partitions=ONE_PART), None)
+        whole, by_load = (kernel_step(d, work, partitions=x) for x in (ONE_PART, fast_cuts(d)))
+        return Compared(d.phase, step, fitted, whole, by_load, None)
     latents = kernel_step(d, work, latents=True)
-    return Compared(d.phase, step, fitted, None, None if latents is None else latents.seconds)
+    return Compared(d.phase, step, fitted, None, None, None if latents is None else latents.seconds)
 
 
 def _ms(seconds: float) -> str:

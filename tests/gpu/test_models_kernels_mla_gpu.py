@@ -17,8 +17,8 @@ from torch import Tensor
 from models.deepseek.config import Rope
 from models.deepseek.kernels.gpu.language import INTERPRETED
 from models.deepseek.kernels.gpu.mla_cache import write_latents, write_latents_twin
-from models.deepseek.kernels.gpu.mla_decode import mla_decode
-from models.deepseek.kernels.gpu.mla_plan import balanced, plan_decode, row_slots_twin
+from models.deepseek.kernels.gpu.mla_decode import cuts_by_load, mla_decode
+from models.deepseek.kernels.gpu.mla_plan import ByLoad, plan_decode, row_slots_twin
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill, mla_prefill_twin
 from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import pack_rows_twin, read_rows_twin, row_bytes
@@ -117,7 +117,7 @@ def test_a_row_of_decode_is_its_own(fp8: bool) -> None:
     split = plan_decode(cached.batch, heads, workspace=1)
     again = mla_decode(q, cached.layer, split, cached.tables, SCALE)
     assert torch.equal(again[0], out) and torch.equal(again[1], lse)
-    cuts = balanced(len(q), -(-heads // 64), max(contexts), 132)
+    cuts = cuts_by_load(heads, DEVICE, fp8) if LARGE else ByLoad(9)
     other = mla_decode(
         q, cached.layer, plan_decode(cached.batch, heads, partitions=cuts), cached.tables, SCALE
     )

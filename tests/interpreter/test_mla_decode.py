@@ -18,9 +18,10 @@ from models.deepseek.kernels.gpu.mla_decode import mla_decode
 from models.deepseek.kernels.gpu.mla_decode_config import DecodeConfig, choose_config
 from models.deepseek.kernels.gpu.mla_plan import (
     DETERMINISTIC,
+    ByLoad,
+    Cuts,
     DecodePlan,
     Partitions,
-    balanced,
     plan_decode,
     row_slots_twin,
 )
@@ -88,7 +89,7 @@ class World:
         packed[rows.isnan().any(dim=1)] = 0xFF
         return packed
 
-    def plan(self, partitions: Partitions = SMALL, **more: int) -> DecodePlan:
+    def plan(self, partitions: Cuts = SMALL, **more: int) -> DecodePlan:
         return plan_decode(self.batch, self.q.shape[1], self.rank, partitions=partitions, **more)
 
     def run(
@@ -322,13 +323,35 @@ def test_siblings_see_their_own_path_only() -> None:
     with_tree(world, [[slots[1]], [slots[2]], [slots[2], slots[3]]]).check()
 
 
-def test_balanced_partitions_are_right_too() -> None:
-    world = World([300, 40])
-    cuts = balanced(2, 1, 300, processors=1)
-    assert cuts == Partitions(512, 0, 512)
-    world.check(plan=world.plan(balanced(2, 1, 700, processors=8)))
-    assert balanced(256, 2, 4096, processors=132).count(4096) == 1
-    assert balanced(1, 2, 131072, processors=132).count(131072) >= 64
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_cut_by_load_are_right_too(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several pieces among whole ones and padding, in one launch and in several, which
+    count their own load; a step that is captured for more positions than come."""
+    poisoned(monkeypatch)
+    world = World([700, 40, 1030], [1, 2, 2], fp8=fp8, rank=128, padding=2)
+    for units, launches in ((8, 1), (1, 1), (8, 7)):
+        plan = world.plan(ByLoad(units), workspace=None if launches == 1 else 1)
+        assert len(plan.launches) == launches
+        parts = plan.work_start.diff().tolist()
+        assert parts == {8: [1, 1, 1, 2, 2, 1, 1], 1: [1] * 7}[units]
+        world.check(plan=plan)
+    batch = replace(world.batch, max_context_len=4000, total_context=9000)
+    captured = plan_decode(batch, world.q.shape[1], 128, partitions=ByLoad(8))
+    assert captured.max_units == 7 + 8 and captured.max_parts == 8
+    world.check(plan=captured)
+
+
+def test_rows_cut_by_load_take_trees_of_drafts() -> None:
+    world = World([1100], [4], rank=128)
+    slots = world.batch.slot_mapping.tolist()
+    at = world.batch.positions.clone()
+    at[2] = at[1]
+    at[3] = at[1] + 1
+    world.batch = replace(world.batch, positions=at)
+    with_tree(world, [[slots[0]], [slots[1]], [slots[2]], [slots[2], slots[3]]])
+    plan = world.plan(ByLoad(100))
+    assert plan.work_start.diff().tolist() == [4] * 4
+    world.check(plan=plan)
 
 
 def test_partitions_count_the_same_on_the_host_and_as_tensors() -> None:

@@ -33,18 +33,20 @@ def create_kernels(
     device: torch.device | str = "cpu",
     table: Path | None = None,
     graphs: bool = True,
+    fast: bool = False,
 ) -> KernelChoice:
     """auto: on a CPU native when it builds on this machine, else torch; on CUDA triton.
 
     device: where the model will be. table: which implementation won at which shape, for triton in
-    fast mode; graphs: its steps may be captured. Raises ValueError for an unknown name,
+    fast mode; graphs: its steps may be captured; fast: bits may depend on the batch (triton cuts
+    attention by its load; a table is for fast mode anyway). Raises ValueError for an unknown name,
     KernelTableError, KernelsUnavailable when what is asked for cannot be had, or not there.
     """
     if name not in NAMES:
         raise ValueError(f"kernels={name!r}: must be one of {', '.join(NAMES)}")
     on_cpu = torch.device(device).type == "cpu"
     if name == "triton" or (name == "auto" and not on_cpu):
-        return _triton(None if on_cpu else device, table, graphs)
+        return _triton(None if on_cpu else device, table, graphs, fast)
     if table is not None:
         raise KernelTableError(
             f"{_table_fault(table)}a table of kernels is for triton kernels, on GPUs"
@@ -105,7 +107,9 @@ def _native() -> KernelChoice:
     return KernelChoice(kernels, f"kernels: native ({kernels.description})")
 
 
-def _triton(device: torch.device | str | None, table: Path | None, graphs: bool) -> KernelChoice:
+def _triton(
+    device: torch.device | str | None, table: Path | None, graphs: bool, fast: bool
+) -> KernelChoice:
     """device None: the current CUDA device (in triton's interpreter: cpu)."""
     try:
         from models.deepseek.kernels.gpu.triton_kernels import TritonKernels
@@ -117,5 +121,5 @@ def _triton(device: torch.device | str | None, table: Path | None, graphs: bool)
         kernels = kernels_by_table(table, device, graphs)
         words = f"{kernels.description}; libraries where {table.name} has them as winners"
         return KernelChoice(kernels, f"kernels: triton ({words})")
-    kernels = TritonKernels(device)
+    kernels = TritonKernels(device, fast=fast)
     return KernelChoice(kernels, f"kernels: triton ({kernels.description})")

@@ -39,4 +39,5 @@ def kernels_by_table(
         decode_backends=[FastestMla(winners, [FlashMla(), FlashInferMla()])],
         graphs=graphs,
         gemms=Gemms(arch_of(plain.device), [DeepGemm()], winners),
+        fast=True,
     )

@@ -1,13 +1,14 @@
 """Paged MLA decode: absorbed queries over the latent cache, split over the context.
 
-The work is cut by mla_plan.py into units, a partition of absolute positions of one row each; its
+The work is cut by mla_plan.py into units, a span of absolute positions of one row each; its
 programs stay and take units in turn, so that a captured launch costs no more than what there is to
 do. A row with one unit is finished here, the others by mla_merge.py. Knows the cache's rows
 (mla_rows.py). Knows nothing of requests or drafts but where a row's positions lie.
 
 Law 5: within a unit tiles of `tile` positions go in order, a unit belongs to one row, and neither
 the tile nor the matrix shape follows from how many rows there are: a row's bits are its own for
-every batch company, chunk size, block size, prefix hit and tree of drafts.
+every batch company, chunk size, block size, prefix hit and tree of drafts, as far as the plan cuts
+it at fixed positions.
 
 Shape letters: T rows, H heads, c latent width (rank), r rope width, P units, S sequences.
 """
@@ -22,9 +23,9 @@ from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.dot import dot
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.language import HAVE_TRITON, tl, triton
-from models.deepseek.kernels.gpu.mla_decode_config import DecodeConfig, choose_config
+from models.deepseek.kernels.gpu.mla_decode_config import DecodeConfig, choose_config, fill
 from models.deepseek.kernels.gpu.mla_merge import merge_units
-from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, TILE, DecodePlan, Partitions
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, TILE, ByLoad, Cuts, DecodePlan
 from models.deepseek.kernels.gpu.mla_rows import CacheViews, cache_views, check_widths, row_bytes
 from models.deepseek.kernels.gpu.rounding import to_bf16
 
@@ -92,10 +93,10 @@ def _softmax_step(score, seen, peak, weight):
     return to_bf16(chance), higher, weight * shrink + tl.sum(chance, axis=1), shrink
 
 
-@triton.jit(do_not_specialize=["num_rows", "near_size", "near_end", "far_size", "table_row"])
+@triton.jit(do_not_specialize=["num_rows", "table_row"])
 def mla_decode_kernel(
-    q, latents, scales, ropes, tables, positions, sequences, ancestors, unit_rows, work_start,
-    out, lse, part_out, part_lse, scale, num_rows, near_size, near_end, far_size, table_row,
+    q, latents, scales, ropes, tables, positions, sequences, ancestors, unit_rows, spans,
+    work_start, out, lse, part_out, part_lse, scale, num_rows, table_row,
     heads: tl.constexpr, rank: tl.constexpr, rope: tl.constexpr, block_size: tl.constexpr,
     fp8: tl.constexpr, depth: tl.constexpr, block_h: tl.constexpr, tile: tl.constexpr,
     halves: tl.constexpr, guarded: tl.constexpr, constant_default: tl.constexpr,
@@ -103,11 +104,11 @@ def mla_decode_kernel(
 ):  # fmt: skip
     """q [T, H, c + r] bf16, cache rows as in mla_rows.py, tables [S, .] int32, positions [T] int64
     (-1: a row of padding), sequences [T] int32, ancestors [T, depth] int32 (depth 0: none),
-    unit_rows [P] and work_start [T + 1] int32 of the plan -> out [T, H, c] bf16 and lse [T, H]
-    fp32 (natural) of rows with one unit, part_out [P, H, c] and part_lse [P, H] fp32 of the
-    others. Bytes: a position's row once (2c + 2r in bf16; c + c / 32 + 2r in FP8), 2H (2c + r) + 4H
-    a row, 8H (c + 1) a unit of those with more than one (`cost` counts). FLOPs 2H (2c + r) a row
-    and position.
+    unit_rows [P], spans [P, 2] and work_start [T + 1] int32 of the plan -> out [T, H, c] bf16 and
+    lse [T, H] fp32 (natural) of rows with one unit, part_out [P, H, c] and part_lse [P, H] fp32 of
+    the others. Bytes: a position's row once (2c + 2r in bf16; c + c / 32 + 2r in FP8), 2H (2c + r)
+    + 4H a row, 8H (c + 1) a unit of those with more than one (`cost` counts). FLOPs 2H (2c + r) a
+    row and position.
 
     The latents come in 4 pieces: the compiler keeps four small accumulators in registers where
     one of [block_h, c] spills. halves 2: a program sums half of the channels, for chips whose
@@ -143,17 +144,14 @@ def mla_decode_kernel(
             h = tl.arange(0, block_h) + zero
         else:
             c = tl.arange(0, piece) + zero
+            r = tl.arange(0, rope) + zero
         row = tl.load(unit_rows + unit)
-        started = tl.load(work_start + row)
-        alone = tl.load(work_start + row + 1) - started == 1
+        alone = tl.load(work_start + row + 1) - tl.load(work_start + row) == 1
         position = tl.load(positions + row).to(tl.int32)
         table = tables + tl.load(sequences + row).to(tl.int64) * table_row
         path = ancestors + row.to(tl.int64) * depth
-        low = (unit - started) * near_size
-        far = low >= near_end
-        low = tl.where(far, near_end + (unit - started - near_end // near_size) * far_size, low)
-        high = low + tl.where(far, far_size, near_size)
-        high = tl.minimum(high, position + 1)
+        low = tl.load(spans + 2 * unit)
+        high = tl.load(spans + 2 * unit + 1)
         prefix = position + 1
         if depth > 0:
             w = tl.arange(0, triton.next_power_of_2(depth))
@@ -243,7 +241,7 @@ def mla_decode_kernel(
                 _write_heads(whole + c2, to_bf16(v2 * inverse), left, rank, h, c, ragged)
                 _write_heads(whole + c3, to_bf16(v3 * inverse), left, rank, h, c, ragged)
         else:
-            at_head = (started.to(tl.int64) + (unit - started)) * heads + first_head
+            at_head = unit.to(tl.int64) * heads + first_head
             tl.store(part_lse + at_head + h, log_sum, mask=(h < left) & (c0 == 0))
             part = part_out + at_head * rank
             _write_heads(part + c0, v0 * inverse, left, rank, h, c, ragged)
@@ -296,17 +294,21 @@ def _launch(
     config: DecodeConfig,
 ) -> None:  # fmt: skip
     depth = 0 if plan.ancestors is None else plan.ancestors.shape[1]
-    cuts = plan.partitions
     mla_decode_kernel[(programs,)](
         q, views.latents, views.scales, views.ropes, tables, plan.positions, plan.sequences,
         plan.sequences if plan.ancestors is None else plan.ancestors, plan.unit_rows,
-        plan.work_start, out, lse, part_out, part_lse, scale, q.shape[0],
-        cuts.near_size, cuts.near_end, cuts.far_size, tables.stride(0),
+        plan.spans, plan.work_start, out, lse, part_out, part_lse, scale, q.shape[0],
+        tables.stride(0),
         heads=q.shape[1], rank=rank, rope=rope, block_size=views.block_size, fp8=views.fp8,
         depth=depth, block_h=config.block_h, tile=TILE, halves=config.halves,
         guarded=config.guarded, constant_default=CONSTANT_DEFAULT, stages=config.stages,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def cuts_by_load(heads: int, device: torch.device, fp8: bool) -> ByLoad:
+    """Those that fill this device about twice (fast mode)."""
+    return fill(heads, _processors(device), choose_config(heads, _arch(device), fp8))
 
 
 def _arch(device: torch.device) -> int:
@@ -327,7 +329,7 @@ def _processors(device: torch.device) -> int:
 
 def cost(
     contexts: list[int], heads: int, rank: int = 512, rope: int = 64, *, fp8: bool = False,
-    rows_each: int = 1, partitions: Partitions = DETERMINISTIC,
+    rows_each: int = 1, partitions: Cuts = DETERMINISTIC,
 ) -> KernelCost:  # fmt: skip
     """contexts: positions each sequence attends to; rows_each: query rows of a sequence (1 + its
     drafts), which share its latents. Bytes: each latent once, q, out, and fp32 parts of rows with
@@ -336,7 +338,7 @@ def cost(
     flops = sum(2 * heads * (2 * rank + rope) * n * rows_each for n in contexts)
     cache = sum(contexts) * width
     ends = len(contexts) * rows_each * heads * ((rank + rope) * 2 + rank * 2 + 4)
-    parts = [partitions.count(n) for n in contexts]
+    parts = partitions.parts(contexts, rows_each)
     kept = sum(n for n in parts if n > 1) * rows_each * heads * 2 * 4 * (rank + 1)
     return KernelCost(cache + ends + kept, flops)
 
@@ -362,11 +364,9 @@ def _case(heads: int, fp8: bool, depth: int, arch: int) -> CompileCase:
     signature |= {"latents": "*fp8e4nv" if fp8 else "*bf16", "positions": "*i64", "scale": "fp32"}
     signature |= dict.fromkeys(("scales", "lse", "part_out", "part_lse"), "*fp32")
     signature |= dict.fromkeys(
-        ("tables", "sequences", "ancestors", "unit_rows", "work_start"), "*i32"
+        ("tables", "sequences", "ancestors", "unit_rows", "spans", "work_start"), "*i32"
     )
-    signature |= dict.fromkeys(
-        ("num_rows", "near_size", "near_end", "far_size", "table_row"), "i32"
-    )
+    signature |= dict.fromkeys(("num_rows", "table_row"), "i32")
     return CompileCase(
         mla_decode_kernel,
         "mla_decode",

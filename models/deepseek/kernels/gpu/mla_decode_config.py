@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.deepseek.kernels.gpu.mla_plan import TILE
+from models.deepseek.kernels.gpu.mla_plan import TILE, ByLoad
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ CONFIGS = {
 }
 HEADS = (16, 32, 1 << 30)
 FP8_HOPPER = DecodeConfig(64, 8, 2, guarded=2)  # of more than 32 heads
+FILLED = 2  # times a GPU's programs: what a step is cut into by load, so that ends are ragged less
 
 
 def choose_config(heads: int, arch: int, fp8: bool = False) -> DecodeConfig:
@@ -49,3 +50,9 @@ def choose_config(heads: int, arch: int, fp8: bool = False) -> DecodeConfig:
     if fp8 and arch < 100 and heads > 32:
         return FP8_HOPPER
     return CONFIGS[100 if arch >= 100 else 90, next(most for most in HEADS if heads <= most)]
+
+
+def fill(heads: int, processors: int, config: DecodeConfig) -> ByLoad:
+    """Cuts by load with which a step fills `processors` multiprocessors FILLED times."""
+    shares = -(-heads // config.block_h) * config.halves
+    return ByLoad(max(1, FILLED * processors * config.per_chip // shares))

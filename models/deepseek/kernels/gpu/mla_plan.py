@@ -1,9 +1,9 @@
 """How a step's attention over the cache is cut into units of work, made once for all layers.
 
-A unit is one partition of absolute positions of one row. The partitions are the same for every row
-and every step, so that a row's bits do not depend on who else is there (law 5): that is
-DETERMINISTIC. Where bits need not be equal, `balanced` cuts by the load at hand instead. All of it
-runs on the device without asking it anything, so that it can stand in a captured graph.
+A unit is a span of absolute positions of one row. Spans are the same for every row and every step,
+so that a row's bits do not depend on who else is there (law 5): that is DETERMINISTIC. Where bits
+need not be equal (fast mode), `ByLoad` cuts by the load at hand instead. All of it runs on the
+device without asking it anything, so that it can stand in a captured graph.
 
 What the host knows only makes room: for units that there may be, in as few launches as hold their
 parts. It knows each row's length (a step that it made), or the sum of all of them at most (a
@@ -15,6 +15,7 @@ Knows nothing of heads' contents or of kernels.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.interface import ForwardBatch
 
 TILE = 64  # borders lie at multiples of it
+SHORTEST = 4 * TILE  # of what is cut by load: parts of so many positions are half of their traffic
 WORKSPACE = 512 << 20  # bytes of parts that a launch may leave for the merge
 CAPTURED_WORKSPACE = 1 << 30  # the same in captured steps, which all share it
 
@@ -56,35 +58,70 @@ class Partitions:
         far = (lengths - self.near_end).clamp(min=0) + (self.far_size - 1)
         return (near // self.near_size + far // self.far_size).clamp(min=1)
 
+    def parts(self, contexts: Sequence[int], rows_each: int = 1) -> list[int]:
+        """Of each row of sequences with so many positions."""
+        return [self.count(n) for n in contexts]
+
+    def begin(self, part: Tensor, parts: Tensor, lengths: Tensor) -> Tensor:
+        """Where each part of a row begins, numbered from 0; the last one's end is beyond `lengths`
+        or at it."""
+        near = part * self.near_size
+        far = self.near_end + (part - self.near_end // self.near_size) * self.far_size
+        return torch.where(near < self.near_end, near, far)
+
 
 # Up to 1024 positions nothing is merged; 4096 are 4 parts, whose traffic is 0.45 of the
 # cache's own with 128 heads; 131072 are 72, enough for one row to fill 132 processors.
 DETERMINISTIC = Partitions(1024, 16384, 2048)
 
 
-def balanced(rows: int, head_tiles: int, max_context: int, processors: int) -> Partitions:
-    """Partitions of one size with which `rows` rows of up to max_context positions fill a GPU about
-    twice; another size for another load, so results may differ in their last bits."""
-    wanted = max(1, 2 * processors // max(1, rows * head_tiles))
-    size = -(-max(1, max_context) // wanted)
-    size = max(4 * TILE, 1 << (size - 1).bit_length())  # few sizes, at least 256
-    return Partitions(size, 0, size)
+@dataclass(frozen=True)
+class ByLoad:
+    """About `units` pieces in a step beside one a row, of as many as fill a GPU: a row has as many
+    as its share of all positions, which only the device need know. Each is as long as a row's
+    others but for a tile, and no shorter than SHORTEST. A row up to an eighth longer than two units
+    are to be stays whole: where units fill a GPU twice, a program has as much to do anyway. No step
+    has more pieces than `units` and its rows. Another load is cut elsewhere, so results may differ
+    in their last bits."""
+
+    units: int
+
+    def counts(self, lengths: Tensor) -> Tensor:
+        total = lengths.clamp(min=0).sum()
+        size = ((total + (self.units - 1)) // self.units).clamp(min=SHORTEST)
+        return torch.where(4 * lengths < 9 * size, 1, lengths // size)
+
+    def parts(self, contexts: Sequence[int], rows_each: int = 1) -> list[int]:
+        """Of each row of sequences with so many positions."""
+        size = max(SHORTEST, -(-sum(contexts) * rows_each // self.units))
+        return [1 if 4 * n < 9 * size else n // size for n in contexts]
+
+    def begin(self, part: Tensor, parts: Tensor, lengths: Tensor) -> Tensor:
+        """As for Partitions."""
+        tiles = (lengths + (TILE - 1)) // TILE
+        return part * tiles // parts * TILE
+
+
+Cuts = Partitions | ByLoad
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """positions [T] int64 (-1: padding), sequences [T] int32, work_start [T + 1] int32 (units
-    before each row), unit_rows [max_units] int32, ancestors [T, W] int32 or None. launches: rows
-    first .. last - 1 of each launch, so that its parts fit the workspace; pieces: the plans of
-    those rows alone, empty where one launch does all."""
+    before each row), unit_rows [max_units] int32, spans [max_units, 2] int32 (positions from, to),
+    ancestors [T, W] int32 or None. longest: no row has more positions. launches: rows first ..
+    last - 1 of each launch, so that its parts fit the workspace; pieces: the plans of those rows
+    alone, empty where one launch does all."""
 
     positions: Tensor
     sequences: Tensor
     work_start: Tensor
     unit_rows: Tensor
+    spans: Tensor
     ancestors: Tensor | None
-    partitions: Partitions
+    partitions: Cuts
     max_parts: int
+    longest: int
     launches: tuple[tuple[int, int], ...]
     pieces: tuple[DecodePlan, ...] = ()
 
@@ -104,7 +141,8 @@ class DecodePlan:
         return _cut(
             self.positions[first:last], self.sequences[first:last],
             None if paths is None else paths[first:last], self.partitions, self.max_parts,
-            (last - first) * self.max_parts if units is None else units, ((0, last - first),),
+            self.longest, (last - first) * self.max_parts if units is None else units,
+            ((0, last - first),),
         )  # fmt: skip
 
     def workspace_bytes(self, heads: int, rank: int = 512) -> int:
@@ -119,7 +157,7 @@ def part_bytes(parts: int, heads: int, rank: int) -> int:
 
 
 def plan_decode(
-    batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Partitions = DETERMINISTIC,
+    batch: ForwardBatch, heads: int, rank: int = 512, *, partitions: Cuts = DETERMINISTIC,
     workspace: int | None = None,
 ) -> DecodePlan:  # fmt: skip
     """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
@@ -131,7 +169,8 @@ def plan_decode(
     device = batch.positions.device
     room = _Room.of(batch, partitions)
     if workspace is None:
-        workspace = WORKSPACE if room.most is None else CAPTURED_WORKSPACE
+        captured = batch.host is None and batch.total_context is not None
+        workspace = CAPTURED_WORKSPACE if captured else WORKSPACE
     index = torch.arange(rows, device=device)
     owner = torch.searchsorted(batch.query_start[1:].long().contiguous(), index, right=True)
     padding = (owner >= batch.num_sequences) | (batch.positions < 0)
@@ -143,8 +182,9 @@ def plan_decode(
         ancestors = ancestors if ancestors.shape[1] else None
     launches = room.launches(rows, workspace // part_bytes(1, heads, rank))
     plan = _cut(
-        positions, sequences, ancestors, partitions, room.max_parts, room.units(0, rows), launches
-    )
+        positions, sequences, ancestors, partitions, room.max_parts, room.longest,
+        room.units(0, rows), launches,
+    )  # fmt: skip
     if len(launches) > 1:
         pieces = tuple(plan.rows(*launch, room.units(*launch)) for launch in launches)
         plan = replace(plan, pieces=pieces)
@@ -168,20 +208,29 @@ class _Room:
     lengths are known; most: of all rows together, beside one of each."""
 
     max_parts: int
+    longest: int
     ends: tuple[int, ...] | None = None
     most: int | None = None
 
     @staticmethod
-    def of(batch: ForwardBatch, partitions: Partitions) -> _Room:
+    def of(batch: ForwardBatch, partitions: Cuts) -> _Room:
         lengths = known_lengths(batch)
+        longest = batch.max_context_len
+        if lengths is not None:
+            longest = int(lengths.max()) if len(lengths) else 0
+        if isinstance(partitions, ByLoad):
+            # Rows of one launch among several share their own load: each has its own units.
+            whole = lengths is not None and bool((partitions.counts(lengths) == 1).all())
+            most_parts = 1 if whole else max(1, min(partitions.units, longest // SHORTEST))
+            return _Room(most_parts, longest, None, partitions.units)
         if lengths is not None:
             counts = partitions.counts(lengths)
             most_parts = int(counts.max()) if len(counts) else 1
-            return _Room(most_parts, tuple(counts.cumsum(0).tolist()))
+            return _Room(most_parts, longest, tuple(counts.cumsum(0).tolist()))
         total = batch.total_context
         shortest = min(partitions.near_size, partitions.far_size)
         most = None if total is None else total // shortest
-        return _Room(partitions.count(batch.max_context_len), None, most)
+        return _Room(partitions.count(longest), longest, None, most)
 
     def units(self, first: int, last: int) -> int:
         """No fewer than these rows have."""
@@ -208,19 +257,24 @@ class _Room:
 
 
 def _cut(
-    positions: Tensor, sequences: Tensor, ancestors: Tensor | None, partitions: Partitions,
-    max_parts: int, bound: int, launches: tuple[tuple[int, int], ...],
+    positions: Tensor, sequences: Tensor, ancestors: Tensor | None, partitions: Cuts,
+    max_parts: int, longest: int, bound: int, launches: tuple[tuple[int, int], ...],
 ) -> DecodePlan:  # fmt: skip
     """bound: no fewer than there are units."""
     rows = positions.shape[0]
     start = torch.zeros(rows + 1, dtype=torch.int64, device=positions.device)
-    torch.cumsum(partitions.counts(positions + 1), 0, out=start[1:])
+    lengths = positions + 1
+    counts = partitions.counts(lengths)
+    torch.cumsum(counts, 0, out=start[1:])
     units = torch.arange(bound, device=positions.device)
     owner = torch.searchsorted(start[1:].contiguous(), units, right=True)
     owner = owner.clamp(max=max(0, rows - 1))  # units that there are not
+    part, parts, lengths = units - start[owner], counts[owner], lengths[owner]
+    ends = [partitions.begin(at, parts, lengths) for at in (part, part + 1)]
+    spans = torch.stack([torch.minimum(end, lengths) for end in ends], dim=1)
     return DecodePlan(
         positions.to(torch.int64), sequences, start.to(torch.int32), owner.to(torch.int32),
-        ancestors, partitions, max_parts, launches,
+        spans.to(torch.int32), ancestors, partitions, max_parts, longest, launches,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from models.deepseek.kernels.gpu import (
     sort_pairs,
 )
 from models.deepseek.kernels.gpu.cost import NOTHING, KernelCost
-from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Partitions
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Cuts
 from models.deepseek.mla import naive_from
 
 # What bounds a kernel beside its bytes; "memory": nothing does.
@@ -75,7 +75,7 @@ def attention_absorbed(
     contexts: Sequence[int],
     new: Sequence[int],
     kv_fp8: bool,
-    partitions: Partitions = DETERMINISTIC,
+    partitions: Cuts = DETERMINISTIC,
 ) -> list[Use]:
     """A layer over latents, with the norm before it: decode, and all of deterministic mode.
     contexts: positions of each sequence when its new ones are written."""
@@ -99,7 +99,11 @@ def attention_absorbed(
 
 
 def attention_fast(
-    m: DeepSeekConfig, contexts: Sequence[int], new: Sequence[int], kv_fp8: bool
+    m: DeepSeekConfig,
+    contexts: Sequence[int],
+    new: Sequence[int],
+    kv_fp8: bool,
+    partitions: Cuts = DETERMINISTIC,
 ) -> list[Use]:
     """The same of prefill in fast mode: sequences with so many new tokens that it pays have keys
     and values expanded (`mla.naive_from`), the others attend over latents."""
@@ -107,7 +111,7 @@ def attention_fast(
     many = [(c, n) for c, n in zip(contexts, new, strict=True) if n >= least]
     few = [(c, n) for c, n in zip(contexts, new, strict=True) if n < least]
     if not many:
-        return attention_absorbed(m, contexts, new, kv_fp8)
+        return attention_absorbed(m, contexts, new, kv_fp8, partitions)
     rows, heads = sum(new), m.num_attention_heads
     nope, turned, value = m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim
     rank = m.kv_lora_rank
@@ -125,7 +129,7 @@ def attention_fast(
         apart = _copied(rows * heads * (m.qk_head_dim + value))  # each form's rows, and back
         uses.append(_memory("rows of each form", apart, launches=6))
         seen, own = (list(x) for x in zip(*few, strict=True))
-        uses += _over_latents(m, seen, own, kv_fp8, DETERMINISTIC)
+        uses += _over_latents(m, seen, own, kv_fp8, partitions)
     positions, queries = (list(x) for x in zip(*many, strict=True))
     whole = mla_prefill.cost(
         positions, queries, heads, rank=rank, rope=turned, nope=nope, value=value, fp8=kv_fp8
@@ -218,19 +222,19 @@ def _over_latents(
     contexts: Sequence[int],
     new: Sequence[int],
     kv_fp8: bool,
-    partitions: Partitions,
+    partitions: Cuts,
 ) -> list[Use]:
     rows, heads, rank = sum(new), m.num_attention_heads, m.kv_lora_rank
-    core = NOTHING
+    core, merged = NOTHING, False
     for each in sorted({*new}):  # rows of a sequence attend to fewer, the earlier they are
         means = [c - (each - 1) // 2 for c, n in zip(contexts, new, strict=True) if n == each]
         core += mla_decode.cost(
             means, heads, rank, m.qk_rope_head_dim,
             fp8=kv_fp8, rows_each=each, partitions=partitions,
         )  # fmt: skip
+        merged |= max(partitions.parts(means, each)) > 1
     up = dense.dense_cost(rows, rank, m.qk_nope_head_dim, heads)
     back = dense.dense_cost(rows, m.v_head_dim, rank, heads)
-    merged = partitions.count(max(contexts)) > 1
     return [
         Use("dense_per_head", "projections", "product", up),
         Use("mla_decode", "core", "decode_core", core, launches=1 + merged),

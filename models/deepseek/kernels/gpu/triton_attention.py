@@ -32,8 +32,9 @@ from models.deepseek.kernels.gpu.mla_adapters import (
     TritonMla,
 )
 from models.deepseek.kernels.gpu.mla_cache import write_latents
+from models.deepseek.kernels.gpu.mla_decode import cuts_by_load
 from models.deepseek.kernels.gpu.mla_guard import MlaGuard
-from models.deepseek.kernels.gpu.mla_plan import known_lengths, plan_decode
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, known_lengths, plan_decode
 from models.deepseek.kernels.gpu.mla_prefill import mla_prefill
 from models.deepseek.kernels.gpu.mla_prefill_plan import PrefillPlan, plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import check_widths
@@ -81,7 +82,8 @@ def _state(batch: ForwardBatch) -> tuple[object, ...]:
 class TritonAttention(TritonDense):
     """decode_backends: libraries that may decode in place of our kernel, the first that fits; none
     in deterministic mode, where bits may not depend on the batch. graphs: steps are captured.
-    gemms: as TritonDense's. `choices` says which was taken, once there is one."""
+    gemms: as TritonDense's. fast: rows are cut by a step's load, not at fixed positions; not in
+    deterministic mode. `choices` says which was taken, once there is one."""
 
     def __init__(
         self,
@@ -89,8 +91,10 @@ class TritonAttention(TritonDense):
         decode_backends: Sequence[MlaBackend] = (),
         graphs: bool = False,
         gemms: Gemms | None = None,
+        fast: bool = False,
     ) -> None:
         super().__init__(device, gemms)
+        self._fast = fast
         self._backends = (*decode_backends, TritonMla())
         self._graphs = graphs
         self._guard = MlaGuard()
@@ -217,8 +221,10 @@ class TritonAttention(TritonDense):
                 graphs=self._graphs, trees=batch.ancestors is not None,
             )  # fmt: skip
             lengths = known_lengths(batch) if len(self._backends) > 1 else None  # ours needs none
+            fp8 = layer.dtype == torch.uint8
+            cuts = cuts_by_load(heads, self.device, fp8) if self._fast else DETERMINISTIC
             step = MlaStep(
-                plan_decode(batch, heads, rank), batch.block_tables, scale,
+                plan_decode(batch, heads, rank, partitions=cuts), batch.block_tables, scale,
                 None if lengths is None else lengths.tolist(),
             )  # fmt: skip
             return self._guard.step(problem, step, self._backends)

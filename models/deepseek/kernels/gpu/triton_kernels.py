@@ -32,10 +32,11 @@ class TritonKernels(TritonAttention):
         decode_backends: Sequence[MlaBackend] = (),
         graphs: bool = False,
         gemms: Gemms | None = None,
+        fast: bool = False,
     ) -> None:
         """device None: the current CUDA device (in the interpreter: cpu). The rest: see
         TritonAttention. KernelsUnavailable, with what is missing in words."""
-        super().__init__(_usable(device), decode_backends, graphs, gemms)
+        super().__init__(_usable(device), decode_backends, graphs, gemms, fast)
         self.description, self.build = _describe(self.device)
 
 

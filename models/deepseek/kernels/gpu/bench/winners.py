@@ -235,6 +235,4 @@ class FastestMla:
         """The longest, or where the host does not know it, what the plan was made for at most."""
         if step.lengths:
             return max(step.lengths)
-        cuts, parts = step.plan.partitions, step.plan.max_parts
-        near = cuts.near_end // cuts.near_size
-        return min(parts, near) * cuts.near_size + max(0, parts - near) * cuts.far_size
+        return step.plan.longest
