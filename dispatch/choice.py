@@ -6,6 +6,7 @@ made for few. Pure but for `Choice.open`. Knows names, probes and phases; no bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +62,13 @@ class CannotRun(DispatchError):
 
 
 def step_bounds(
-    token_budget: int, max_num_sequences: int, num_ranks: int, drafts: int = 0
+    token_budget: int, max_num_sequences: int, num_ranks: int, drafts: int = 0, tile: int = 1
 ) -> dict[str, int]:
     """The most tokens a rank has in a step, by phase: what buffers are made for. A step that only
     decodes has a token for each sequence and draft; where those are more than the low-latency
-    backends take, larger steps go by the prefill backend. Rounded up to what they can address."""
-    step = ll_token_step(num_ranks)
+    backends take, larger steps go by the prefill backend. Rounded up to what they can address, and
+    so that an expert's room in the masked layout, that of all ranks' tokens, is whole tiles."""
+    step = math.lcm(ll_token_step(num_ranks), tile // math.gcd(tile, num_ranks))
     decode = min(token_budget, max_num_sequences * (1 + drafts), LL_MAX_TOKENS)
     return {"prefill": -(-token_budget // step) * step, "decode": -(-decode // step) * step}
 

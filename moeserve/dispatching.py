@@ -80,12 +80,23 @@ def make_offer(
     """Ask all backends. No collective. dispatch: its max_tokens_per_rank is not used. drafts: of a
     sequence, at most."""
     schedule = config.schedule
-    bounds = step_bounds(schedule.token_budget, schedule.max_num_sequences, group.size, drafts)
+    bounds = step_bounds(
+        schedule.token_budget, schedule.max_num_sequences, group.size, drafts, _masked_tile(config)
+    )
     configs = {p: replace(dispatch, max_tokens_per_rank=bounds[p]) for p in PHASES}
     probes = probe_phases(group, configs)
     wish = wish or Wish()
     ways = {p: _way_out(wish, group, p, configs[p], probes[p]) for p in PHASES}
     return Offer(configs, probes, ways)
+
+
+def _masked_tile(config: ServeConfig) -> int:
+    """Of rows of an expert, in what libraries are to multiply. Ours takes any number."""
+    if config.model.kernel_table is None:
+        return 1
+    from models.deepseek.kernels.gpu.gemm_deep_gemm import MASKED_TILE
+
+    return MASKED_TILE
 
 
 def agree_on_dispatcher(

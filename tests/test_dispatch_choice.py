@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -156,6 +157,17 @@ def test_bounds_of_a_step() -> None:
     assert step_bounds(512, 64, 4, drafts=2) == {"prefill": 512, "decode": 192}
     assert step_bounds(9000, 4096, 2) == {"prefill": 9000, "decode": 1024}
     assert step_bounds(1, 1, 1) == {"prefill": 4, "decode": 4}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 24, 32, 72, 128, 144, 160, 320])
+def test_room_of_an_expert_is_whole_tiles_where_that_is_asked(ranks: int) -> None:
+    for tokens in (1, 33, 72, 127, 128, 1024):
+        plain = step_bounds(512, tokens, ranks)
+        tiled = step_bounds(512, tokens, ranks, tile=128)
+        for phase, bound in tiled.items():
+            assert bound * ranks % 128 == 0 and bound <= 1024
+            step = 128 // math.gcd(128, ranks)
+            assert 0 <= bound - plain[phase] < step, "no more than it takes"
 
 
 def test_two_backends_become_one_dispatcher(kinds: dict[str, type[Toy]]) -> None:

@@ -23,6 +23,7 @@ from moeserve.build import build_engine
 from moeserve.cache import BlockCache
 from moeserve.config import ServeConfig
 from moeserve.device import choose
+from moeserve.dispatching import make_offer
 from moeserve.engine import Engine
 from moeserve.errors import ConfigError, EngineFailed
 from moeserve.memory import CacheTooSmall, plan_cache, shortage
@@ -283,3 +284,16 @@ def test_a_masked_rank_ends_the_job_by_vote_and_is_named() -> None:
     assert engine.stats().masked_ranks == (1,)
     with pytest.raises(EngineFailed, match=r"ranks \[1\] did not answer"):
         engine.step()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_room_is_whole_tiles_where_a_library_may_multiply(wide: Path, asked: bool) -> None:
+    """DeepGEMM stores whole tiles of an expert's rows; without a table nobody asks it."""
+    given = config(wide, deterministic=False)
+    if asked:
+        table = given.model.model_copy(update={"kernel_table": Path("won.json")})
+        given = given.model_copy(update={"model": table})
+    size = DispatchConfig(2048, 2, 8, 1, torch.bfloat16, deterministic=False)
+    offer = make_offer(given, SINGLE, size, None)
+    rooms = {phase: found.max_tokens_per_rank for phase, found in offer.configs.items()}
+    assert rooms == ({"prefill": 128, "decode": 128} if asked else {"prefill": 64, "decode": 4})
