@@ -163,6 +163,23 @@ def test_padding_rows_are_zero() -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("context", [60, 129, 300])
+def test_a_latent_that_is_no_number_shows_in_its_own_rows_alone(fp8: bool, context: int) -> None:
+    """However many parts a row has: sampling then says that the logits are not finite."""
+    world = World([context, context], rank=128, fp8=fp8)
+    block = int(world.batch.block_tables[0, 0])
+    world.layer[block, 3] = 0xFF if fp8 else torch.nan
+    out, lse = world.run()
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
+    q = world.q.clone()
+    q[1, 2] = torch.nan
+    out, lse = world.run(q=q)
+    assert out[1, 2].isnan().all() and lse[1, 2].isnan()
+    assert out[1, :2].isfinite().all() and lse[1, :2].isfinite().all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
 def test_a_row_alone_is_the_row_in_company(fp8: bool) -> None:
     rank = 128 if fp8 else 64
     world = World([200, 64, 129], [3, 1, 2], fp8=fp8, rank=rank, heads=20)

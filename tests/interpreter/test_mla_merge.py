@@ -33,6 +33,21 @@ def test_parts_are_weighed_and_empty_ones_count_for_nothing(empty: tuple[int, ..
         torch.testing.assert_close(lse[row].double(), want_lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_what_is_no_number_in_a_part_is_none_in_the_row(bad: int) -> None:
+    """And in no other row."""
+    g = torch.Generator().manual_seed(4)
+    part_out = torch.randn(5, HEADS, WIDTH, generator=g)
+    part_lse = torch.randn(5, HEADS, generator=g)
+    part_out[bad, 0], part_lse[bad, 0] = torch.nan, torch.nan
+    part_lse[(bad + 1) % 3] = -math.inf
+    out, lse = torch.zeros(2, HEADS, WIDTH).bfloat16(), torch.zeros(2, HEADS)
+    merge_units(part_out, part_lse, torch.tensor([0, 3, 5], dtype=torch.int32), out, lse)
+    assert out[0, 0].isnan().all() and lse[0, 0].isnan()
+    assert merge_twin(part_out[:3], part_lse[:3])[0][0].isnan().all()
+    assert out[0, 1:].isfinite().all() and out[1].isfinite().all() and lse[1].isfinite().all()
+
+
 def test_one_part_among_empty_ones_comes_back_bit_for_bit() -> None:
     part_out = torch.randn(3, HEADS, WIDTH, generator=torch.Generator().manual_seed(2))
     part_lse = torch.full((3, HEADS), -math.inf)

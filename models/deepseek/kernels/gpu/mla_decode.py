@@ -229,8 +229,9 @@ def mla_decode_kernel(
                     v2 = dot(chance, k2, v2 * shrink[:, None])
                     v3 = dot(chance, k3, v3 * shrink[:, None])
 
-        inverse = tl.where(weight > 0, 1.0 / weight, 0.0)[:, None]
-        log_sum = tl.where(weight > 0, (peak + tl.log2(weight)) * LN2, float("-inf"))
+        # A weight of 0 saw nothing; one that is no number saw something, and has it told.
+        inverse = tl.where(weight == 0, 0.0, 1.0 / weight)[:, None]
+        log_sum = tl.where(weight == 0, float("-inf"), (peak + tl.log2(weight)) * LN2)
         if alone:
             at_head = row.to(tl.int64) * heads + first_head
             tl.store(lse + at_head + h, log_sum, mask=(h < left) & (c0 == 0))

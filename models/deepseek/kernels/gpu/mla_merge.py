@@ -2,7 +2,8 @@
 
 Knows parts [P, H, c] in fp32 with a logarithm each. Knows nothing of caches. A row's parts are
 added one after the other, so its bits are a function of its own parts (law 5). A part that saw
-nothing has the logarithm -inf: it counts for nothing whatever its values are, NaN included.
+nothing has the logarithm -inf: it counts for nothing whatever its values are, NaN included. One
+whose logarithm is NaN saw something that is no number: then so is the row.
 
 Shape letters: T rows, H heads, c width, P parts of all rows.
 """
@@ -41,11 +42,11 @@ def merge_kernel(
         for part in tl.range(0, last - first):
             at = base + part * heads
             log_sum = tl.load(part_lse + at)
-            seen = log_sum > float("-inf")
+            seen = log_sum != float("-inf")
             share = tl.where(seen, tl.exp(log_sum - peak), 0.0)
             weight += share
             value += tl.where(seen, tl.load(part_out + at * width + c) * share, 0.0)
-        some = weight > 0
+        some = weight != 0
         at = row.to(tl.int64) * heads + head
         tl.store(out + at * width + c, to_bf16(value / tl.where(some, weight, 1.0)))
         tl.store(lse + at, tl.where(some, peak + tl.log(weight), float("-inf")))
@@ -68,9 +69,9 @@ def merge_units(
 def merge_twin(part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """[parts, H, c], [parts, H] of one row -> [H, c], [H], float64."""
     total = torch.logsumexp(part_lse.double(), dim=0)
-    share = torch.exp(part_lse.double() - total.clamp(min=-1e300)).nan_to_num(0.0)
+    share = torch.exp(part_lse.double() - total.clamp(min=-1e300))
     share = share.masked_fill(part_lse == float("-inf"), 0.0)
-    seen = torch.where(share[..., None] > 0, part_out.double(), 0.0)
+    seen = torch.where(share[..., None] == 0, 0.0, part_out.double())
     return (seen * share[..., None]).sum(0), total
 
 
