@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from launch.bench import kernels_gpu
 from launch.bench.device_trace import Span, busy_seconds, by_kernel, device_spans, spans_of
 from launch.bench.engine_gpu import (
+    FP8_CACHE,
+    MODES,
     EngineReport,
     capture_steps,
     cut_config,
@@ -143,7 +145,8 @@ def report() -> EngineReport:
 def test_an_engine_is_measured_in_all_modes(report: EngineReport) -> None:
     assert not report.failed and not report.left
     found = {(r.mode, r.what): r for r in report.rows}
-    assert len(found) == len(report.rows) == 6
+    assert len(found) == len(report.rows) == 7
+    assert [what for mode, what in found if mode == FP8_CACHE] == ["decode"]
     for (_, what), r in found.items():
         assert r.tokens_per_second > 0 and r.predicted > 0 and r.launches > 50
         assert r.replayed is (what == "decode")
@@ -164,25 +167,25 @@ def test_an_engine_is_shown(report: EngineReport, capsys) -> None:
 def test_what_fails_or_comes_late_is_told() -> None:
     kernels = create_kernels("torch").kernels
     late = measure_engine(tiny_config(), kernels, CPU, LIMITS, EngineSizes.tiny(), -1.0)
-    assert late.rows == [] and len(late.left) == 7
+    assert late.rows == [] and len(late.left) == 8
 
     def broken(device: torch.device, call: Any) -> tuple[list[Span], str]:
         raise RuntimeError("device lost\nmore")
 
     sizes = replace(EngineSizes.tiny(), batches=((1, 8),), prompts=())
     done = measure_engine(tiny_config(), kernels, CPU, LIMITS, sizes, 600, trace=broken)
-    assert [r.error for r in done.failed] == ["RuntimeError: device lost"] * 3
+    assert [r.error for r in done.failed] == ["RuntimeError: device lost"] * 4
     assert done.rows == done.failed
 
     def no_graphs() -> ReplayedApi:
         raise RuntimeError("no driver")
 
     done = measure_engine(tiny_config(), kernels, CPU, LIMITS, sizes, 600, graphs=no_graphs)
-    assert [(r.what, r.error) for r in done.rows] == [("open", "RuntimeError: no driver")] * 3
+    assert [(r.what, r.error) for r in done.rows] == [("open", "RuntimeError: no driver")] * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
-@pytest.mark.parametrize("mode", ["fast", "ahead", "deterministic"])
+@pytest.mark.parametrize("mode", list(MODES))
 def test_an_engine_is_walked_on_a_device_that_is_not_there(mode: str) -> None:
     """Built on a CPU and moved: tensors are fake, kernels are written down, not launched. (Prompts
     are so short that attention never goes by heads: that asks the device for lengths.)"""
@@ -191,7 +194,7 @@ def test_an_engine_is_walked_on_a_device_that_is_not_there(mode: str) -> None:
         num_attention_heads=16, q_lora_rank=256, n_routed_experts=16, vocab_size=512,
     )  # fmt: skip
     sizes = EngineSizes(((1, 40), (3, 50)), ((1, 100),), token_budget=100, steps=2, traced=1)
-    kernels = UnlaunchedKernels(CPU)
+    kernels = UnlaunchedKernels(CPU, fast=mode != "deterministic")
     weights = RandomWeights(config, kernels, CPU).make()
     notes: list[str] = []
 
@@ -211,6 +214,9 @@ def test_an_engine_is_walked_on_a_device_that_is_not_there(mode: str) -> None:
         row = timed.decode(3, 50, sizes)
         assert row.replayed and row.note == "no"
         assert timed.prefill(1, 100, sizes).tokens_per_second > 0
+        assert runner.cache.layers[0].dtype == (
+            torch.uint8 if mode == FP8_CACHE else torch.bfloat16
+        )
         assert uncovered(fake.launches, all_cases()) == []
         assert {str(d) for launch in fake.launches for d in launch.devices} == {"cuda:0"}
         names = {launch.name for launch in fake.launches}

@@ -230,7 +230,7 @@ def test_a_walk_goes_through_kernels_and_engine(check, monkeypatch, tmp_path, ca
         (mode, what)
         for mode in ("fast", "ahead", "deterministic")
         for what in ("decode", "prefill")
-    }
+    } | {("fp8 cache", "decode")}
     assert all(r["tokens_per_second"] > 0 and not r["error"] for r in rows)
     out = capfd.readouterr().out
     assert "kernels on CPU" in out and "engine on CPU" in out

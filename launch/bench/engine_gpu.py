@@ -23,6 +23,8 @@ from launch.bench.device_trace import device_spans
 from launch.bench.engine_gpu_steps import EngineRow, EngineSizes, TimedSteps, Tracer
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.base import Kernels
+from models.deepseek.kernels.gpu.mla_decode import cuts_by_load
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Cuts
 from models.deepseek.kernels.gpu.step_limit import (
     StepLoad,
     even_experts,
@@ -47,9 +49,11 @@ from moeserve.scheduler import ScheduleLimits, Scheduler
 if TYPE_CHECKING:
     from models.deepseek.kernels.gpu.bench.limits import Limits
 
-# fast: attention by heads in prefill; ahead: that, and steps planned while the one before runs.
-# By what share of the budget each begins no more.
-MODES = {"fast": 0.6, "ahead": 0.8, "deterministic": 1.0}
+# fast: attention by heads in prefill; ahead: that, and steps planned while the one before runs;
+# fp8 cache: fast, the largest batch's decode over a cache in FP8. By what share of the budget each
+# begins no more.
+FP8_CACHE = "fp8 cache"
+MODES = {"fast": 0.55, "ahead": 0.7, "deterministic": 0.85, FP8_CACHE: 1.0}
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def open_engine(
         config, weights, kernels,
         LocalDispatcher(group, dispatch, combine_pairs=kernels.combine_pairs), placement,
         rank=0, dtype=dtype, deterministic=deterministic, max_positions=sizes.longest,
+        fp8_cache=mode == FP8_CACHE,
     )  # fmt: skip
     cache = BlockCache(sizes.num_blocks, sizes.block, sizes.most_sequences, prefix_cache=False)
     pages = model.cache_spec.allocate(sizes.num_blocks, sizes.block, model.device)
@@ -157,12 +162,14 @@ def measure_engine(
     sizes: EngineSizes,
     budget: float,
     *,
+    fast_kernels: Kernels | None = None,
     graphs: Callable[[], DeviceApi] | None = None,
     trace: Tracer = device_spans,
     progress: Callable[[str, int, int], None] = lambda where, done, total: None,
 ) -> EngineReport:
-    """All phases in fast mode, then one of each in the other modes, within
-    about `budget` seconds; what is left out is named. graphs: makes what captures decode steps;
+    """All phases in fast mode, then one of each in the other modes, within about `budget` seconds;
+    what is left out is named. fast_kernels: for modes that are not deterministic, triton's; None:
+    the same, which cut attention at fixed positions. graphs: makes what captures decode steps;
     None: on CUDA the device's own, elsewhere they go as they are."""
     began = time.monotonic()
     progress("weights", 0, 0)
@@ -174,17 +181,24 @@ def measure_engine(
     left: list[str] = []
     for mode, share in MODES.items():
         deadline = began + share * budget
-        jobs = list(_jobs(sizes, mode))
+        own = replace(sizes, batches=sizes.batches[-1:], prompts=()) if mode == FP8_CACHE else sizes
+        jobs = list(_jobs(own, mode))
+        fast = None if mode == "deterministic" else fast_kernels
         if time.monotonic() > deadline:
             left += [f"{mode} {what} {n} x {length}" for what, n, length in jobs]
             continue
 
-        def opened(mode: str = mode) -> Engine:
+        def opened(
+            mode: str = mode, sizes: EngineSizes = own, chosen: Kernels = fast or kernels
+        ) -> Engine:
             api = None if graphs is None else graphs()
-            return open_engine(config, weights, kernels, sizes, mode, notes, api)
+            return open_engine(config, weights, chosen, sizes, mode, notes, api)
 
-        done, later = _measure_mode(mode, opened, jobs, device, sizes, deadline, trace, progress)
-        rows += [row if row.error else with_prediction(row, config, limits) for row in done]
+        done, later = _measure_mode(mode, opened, jobs, device, own, deadline, trace, progress)
+        cuts: Cuts = DETERMINISTIC
+        if fast is not None:
+            cuts = cuts_by_load(config.num_attention_heads, device, mode == FP8_CACHE)
+        rows += [row if row.error else with_prediction(row, config, limits, cuts) for row in done]
         left += later
         gc.collect()  # what a mode had, its graphs too, is given back before the next one
         if device.type == "cuda":
@@ -240,11 +254,18 @@ def _failed(mode: str, what: str, count: int, length: int, error: Exception) -> 
     )
 
 
-def with_prediction(row: EngineRow, config: DeepSeekConfig, limits: Limits) -> EngineRow:
-    """Beside what was measured: the step's launches at these rates, one after the other."""
+def with_prediction(
+    row: EngineRow, config: DeepSeekConfig, limits: Limits, cuts: Cuts = DETERMINISTIC
+) -> EngineRow:
+    """Beside what was measured: the step's launches at these rates, one after the other. cuts: of
+    attention over latents."""
     decode = row.what == "decode"
     new = 1 if decode else row.context
     absorbed = decode or row.mode == "deterministic"
     experts = even_experts(config, row.sequences * new, 1, config.n_routed_experts, routed=True)
-    uses = list(step_uses(config, StepLoad(row.sequences, new, row.context, absorbed, experts)))
+    load = StepLoad(
+        row.sequences, new, row.context, absorbed, experts,
+        kv_fp8=row.mode == FP8_CACHE, partitions=cuts,
+    )  # fmt: skip
+    uses = list(step_uses(config, load))
     return replace(row, predicted=least_seconds(uses, limits), launches=num_launches(uses))

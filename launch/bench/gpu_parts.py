@@ -62,15 +62,16 @@ def run_engine(
         from moeserve.device.api import ReplayedApi
 
         config, sizes, graphs = tiny_config(), EngineSizes.tiny(), ReplayedApi
-        kernels = create_kernels("torch").kernels
+        kernels, fast = create_kernels("torch").kernels, None
     else:
         config, sizes, graphs = cut_config(layers_that_fit(device)), EngineSizes(), None
         kernels = create_kernels("triton", device).kernels
+        fast = create_kernels("triton", device, fast=True).kernels
     progress = StepProgress(True, stages=True)
     try:
         report = measure_engine(
             config, kernels, device, limits, sizes, 60.0 if walk else budget,
-            graphs=graphs, progress=progress,
+            fast_kernels=fast, graphs=graphs, progress=progress,
         )  # fmt: skip
     finally:
         progress.close()

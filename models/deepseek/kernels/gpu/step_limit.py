@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.kernels.gpu.bench.limits import Limits
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Cuts
 from models.deepseek.kernels.gpu.step_kernels import (
     Experts,
     Use,
@@ -37,7 +38,8 @@ class StepLoad:
     """One rank's step of `sequences`, each with `new` rows, which attend to `context` positions
     once they are written. absorbed: attention over latents, as decode has it, and prefill where
     bits count. experts: of this rank. hosted: pieces of the shared expert that lie among them; else
-    each rank computes it for its own rows."""
+    each rank computes it for its own rows. kv_fp8: the cache. partitions: of attention over
+    latents."""
 
     sequences: int
     new: int
@@ -45,6 +47,8 @@ class StepLoad:
     absorbed: bool
     experts: Experts
     hosted: int = 0
+    kv_fp8: bool = False
+    partitions: Cuts = DETERMINISTIC
 
     @property
     def tokens(self) -> int:
@@ -64,10 +68,8 @@ def even_experts(
 def step_uses(m: DeepSeekConfig, load: StepLoad) -> Iterator[tuple[Use, int]]:
     """Each kernel, and how many layers have it."""
     contexts, new = [load.context] * load.sequences, [load.new] * load.sequences
-    if load.absorbed:
-        attention = attention_absorbed(m, contexts, new, False)
-    else:
-        attention = attention_fast(m, contexts, new, False)
+    kind = attention_absorbed if load.absorbed else attention_fast
+    attention = kind(m, contexts, new, load.kv_fp8, load.partitions)
     moe = gate_and_shared(m, load.tokens, load.hosted)
     moe += routed_experts(m, load.tokens, load.experts, True)
     yield from ((use, m.num_hidden_layers) for use in attention)
