@@ -162,6 +162,7 @@ def build_engine(
         engine.rebalancer = open_rebalancer(
             config, group, model, start.placement, recorder, planner, say, start.notes
         )
+    _tell_kernels(config, engine, start.kernels.kernels)
     progress("warmup", 0, 0)
     _warm_up(engine)
     if ledger is not None:
@@ -180,13 +181,22 @@ def build_engine(
         agree_on_problems(group, ledger.exceeded())
         engine.info["memory_plan"] = ledger.report()
         engine.info["graphs"] = None if runner.graphs is None else runner.graphs.report()
-    engine.info["kernel_choices"] = choices = list(getattr(start.kernels.kernels, "choices", ()))
     if config.model.kernel_table is not None:
-        start.notes += [f"kernels: {line}" for line in choices]
+        lines = getattr(start.kernels.kernels, "choices", ())
+        start.notes += [f"kernels: {line}" for line in lines]
     if group.rank == 0 and not config.engine.quiet:
         for note in start.notes:
             say(note)
     return engine
+
+
+def _tell_kernels(config: ServeConfig, engine: Engine, kernels: Any) -> None:
+    """Kernels that choose among libraries say what they chose, whenever they are asked, and name a
+    library that failed when it did, on whichever rank that was."""
+    engine.kernel_choices = lambda: list(getattr(kernels, "choices", ()))
+    if hasattr(kernels, "tell_failures") and not config.engine.quiet:
+        rank = engine.group.rank
+        kernels.tell_failures(lambda line: say(f"rank {rank}: kernels: {line}"))
 
 
 # -- parts --------------------------------------------------------------------------------------

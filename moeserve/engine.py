@@ -13,7 +13,7 @@ Knows: scheduler, lockstep, runner. Knows nothing of sockets, text or how it was
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
 from torch import Tensor
@@ -45,7 +45,8 @@ MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
 
 
 class Engine:
-    """info: what Ready tells the front end. settings: hash of what shapes collectives."""
+    """info: what Ready tells the front end, and what of it changes later. kernel_choices: which
+    libraries serve now, in words. settings: hash of what shapes collectives."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Engine:
         self.guard = StepGuard(group)
         self.recorder = recorder
         self.placement = placement
-        self.info = info or {}
+        self._info = info or {}
+        self.kernel_choices: Callable[[], list[str]] | None = None
         self.settings = settings
         self.rebalancer: Rebalancer | None = None  # set where experts can move (`build`)
         self.tracer = runner.tracer = StepTracer(group.rank)
@@ -411,6 +413,13 @@ class Engine:
         if not added and not removed:
             return None
         return CacheEvents(rank=self.group.rank, added=added, removed=removed)
+
+    @property
+    def info(self) -> dict[str, object]:
+        """As it is now; may be added to."""
+        if self.kernel_choices is not None:
+            self._info["kernel_choices"] = self.kernel_choices()
+        return self._info
 
     def stats(self, with_load: bool = True) -> RankStats:
         return rank_stats(self, with_load)

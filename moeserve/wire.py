@@ -138,6 +138,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     masked_ranks: tuple[int, ...] = ()  # that the dispatcher leaves out
     part_seconds: dict[str, float] = {}  # of steps, by part (`StepRecorder.seconds`)
     speculation: SpeculationStats | None = None  # None: off
+    kernel_choices: tuple[str, ...] = ()  # now: a library that fails is left
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

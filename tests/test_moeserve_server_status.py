@@ -53,6 +53,22 @@ def test_experts_and_state(http: httpx.Client, job: Rehearsal) -> None:
     assert state["ranks"][0]["info"] == {"fake": True}
 
 
+def test_state_says_which_libraries_serve_now(folder: Path) -> None:
+    with Rehearsal(folder, num_ranks=1, ready=False) as job, httpx.Client(base_url=job.url) as http:
+        (rank,) = job.ranks
+        then, now = ["dense: deep_gemm"], ["dense: triton (no deep_gemm: it raised X: y)"]
+        rank.send(wire.Ready(0, 16, 64, 512, 8, {"kernel_choices": then, "dtype": "bfloat16"}))
+
+        def info() -> Any:
+            return http.get("/debug/state").json()["ranks"][0].get("info", {})
+
+        wait_for(lambda: info().get("kernel_choices") == then)
+        rank.send(stats(0, kernel_choices=tuple(now)))
+        wait_for(lambda: info()["kernel_choices"] == now)
+        assert info()["dtype"] == "bfloat16"
+        assert "kernel_choices" not in http.get("/debug/state").json()["ranks"][0]["stats"]
+
+
 def test_health_and_metrics_say_how_tokens_travel(folder: Path) -> None:
     told = {
         "asked": "auto",

@@ -94,8 +94,12 @@ def state(service: Service) -> dict[str, Any]:
         if rank.stats is not None:
             s = rank.stats
             view["stats"] = {
-                name: getattr(s, name) for name in s.__struct_fields__ if name != "expert_load"
+                name: getattr(s, name)
+                for name in s.__struct_fields__
+                if name not in ("expert_load", "kernel_choices")
             }
+            if rank.ready is not None and "kernel_choices" in rank.ready.info:
+                view["info"] = rank.ready.info | {"kernel_choices": s.kernel_choices}
         ranks.append(view)
     return {
         "requests_in_flight": client.num_in_flight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,19 +345,129 @@ def test_without_backends_nothing_is_chosen() -> None:
     assert gemms.choices == ()
 
 
-def test_who_raises_at_first_is_not_asked_again() -> None:
+class Breaks(TritonGemm):
+    """A library that raises at some numbers of rows. asked: with how many it was called."""
+
+    name = "deep_gemm"
+
+    def __init__(self, at: set[int]) -> None:
+        self.at, self.asked = at, list[int]()
+
+    def dense(self, a: Tensor, *more: Any) -> Tensor:  # type: ignore[override]
+        self.asked.append(a.shape[0])
+        if a.shape[0] in self.at:
+            raise RuntimeError(f"no compiler for {a.shape[0]}\nmore")
+        return fp8_gemm(a, *more)
+
+    contiguous = masked = dense  # type: ignore[assignment]
+
+
+def test_who_never_did_a_product_is_not_asked_again() -> None:
+    library, said = Breaks({3, 40}), list[str]()
+    gemms = Gemms(90, [library])
+    gemms.failures.say = said.append
+    for count in (3, 3, 40):
+        a, scales = rows(count, 128)
+        b = weight(64, 128)
+        assert torch.equal(gemms.dense(a, scales, *b), fp8_gemm(a, scales, *b))
+    assert library.asked == [3]
+    line = (
+        "fp8 gemm, dense 64 x 128: triton (no deep_gemm: it raised RuntimeError: no compiler for 3)"
+    )
+    assert gemms.choices == (line,) and said == [line]
+
+
+def test_who_raises_at_a_later_size_keeps_the_others() -> None:
+    """Libraries compile for each size as it comes."""
+    library, said = Breaks({40, 200}), list[str]()
+    gemms = Gemms(90, [library])
+    gemms.failures.say = said.append
+    for count in (3, 40, 40, 33, 3, 200, 200):
+        a, scales = rows(count, 128)
+        b = weight(64, 128)
+        assert torch.equal(gemms.dense(a, scales, *b), fp8_gemm(a, scales, *b))
+    assert library.asked == [3, 40, 3, 200]
+    what = "fp8 gemm, dense 64 x 128: "
+    assert said == [
+        f"{what}triton (no deep_gemm: it raised RuntimeError: no compiler for 40 at 33 to 64 rows)",
+        f"{what}triton (no deep_gemm: it raised RuntimeError: no compiler for 200 at 129 to 256 "
+        "rows)",
+    ]
+    assert gemms.choices == (f"{what}deep_gemm", *said)  # what is so now
+
+
+def test_grouped_products_that_raise_later_are_ours_too() -> None:
     adapter, double = library()
-    calls = []
-
-    def broken(*args: Any) -> None:
-        calls.append(1)
-        raise RuntimeError("no compiler\nmore")
-
-    double.fp8_gemm_nt = broken  # type: ignore[method-assign]
     gemms = Gemms(90, [adapter])
+    b, ends = weight(2, 64, 128), torch.tensor([5, 128], dtype=torch.int32)
+    flat, stacked = rows(128, 128), rows(2, 128, 128)
+
+    def both(expected: int) -> tuple[Tensor, Tensor]:
+        out = gemms.contiguous(*flat, *b, ends, expected_rows=expected)
+        held = gemms.masked(*stacked, *b, ends, expected_rows=expected)
+        return out[:5], torch.cat((held[0, :5], held[1]))
+
+    want = both(4)
+    assert double.calls == ["owners", "masked 4"]
+
+    for name in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
+
+        @wraps(getattr(double, name))
+        def broken(*args: Any, **more: Any) -> None:
+            raise RuntimeError("no compiler")
+
+        setattr(double, name, broken)
+    for mine, theirs in zip(both(100), want, strict=True):
+        assert (mine.float() - theirs.float()).abs().max() <= AGREES * theirs.float().abs().max()
+    assert [x.count("no compiler at 65 to 128 rows") for x in gemms.choices] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("told", [0, None, "x", -128, 1 << 20, RuntimeError("driver too old")])
+def test_an_alignment_that_is_none_is_a_refusal(told: Any) -> None:
+    def alignment() -> Any:
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    adapter, double = library()
+    double.get_mk_alignment_for_contiguous_layout = alignment  # type: ignore[method-assign]
+    refusals = [adapter.refusal(replace(PROBLEM, form="contiguous", experts=2, apart=128))]
+    there = DeepGemm(double, 100)
+    of_100 = replace(PROBLEM, form="masked", experts=2, apart=128, arch=100, ue8m0=True, room=128)
+    refusals += [there.refusal(of_100)]
+    for why in refusals:
+        assert str(why).startswith("get_mk_alignment_for_contiguous_layout ")
+    assert adapter.alignment() == 1
+    a, scales = rows(128, 128)
+    b, ends = weight(2, 64, 128), torch.tensor([5, 128], dtype=torch.int32)
+    gemms = Gemms(90, [adapter])
+    assert gemms.alignment(scales, b[0], BF16, 64) == 1
+    gemms.contiguous(a, scales, *b, ends)
+    assert "triton (no deep_gemm: get_mk" in gemms.choices[-1]
+
+
+def test_a_probe_that_raises_is_a_refusal() -> None:
+    class Odd(TritonGemm):
+        name = "odd"
+
+        def refusal(self, problem: GemmProblem) -> str | None:
+            raise OSError("libcuda.so.1: cannot open")
+
+        alignment = refusal  # type: ignore[assignment]
+
+    gemms = Gemms(90, [Odd()], Wins({4: "odd"}))
     a, scales = rows(3, 128)
     b = weight(64, 128)
-    for _ in range(2):
-        assert torch.equal(gemms.dense(a, scales, *b), fp8_gemm(a, scales, *b))
-    assert len(calls) == 1
-    assert "triton (no deep_gemm: it raised RuntimeError: no compiler)" in gemms.choices[-1]
+    assert torch.equal(gemms.dense(a, scales, *b), fp8_gemm(a, scales, *b))
+    why = "its probe raised OSError: libcuda.so.1: cannot open"
+    assert gemms.choices == (f"fp8 gemm, dense 64 x 128: triton (no odd: {why})",)
+    assert gemms.alignment(scales, weight(2, 64, 128)[0], BF16, 4) == 1
+
+    class Lazy:
+        """A module that fails when a name is looked up."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError("undefined symbol")
+
+    assert "undefined symbol" in str(DeepGemm(Lazy()).refusal(PROBLEM))
+    assert DeepGemm(Lazy()).alignment() == 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek.kernels.gpu.bench.winners import FastestMla, Winner, Winners
-from models.deepseek.kernels.gpu.choice import first_that_fits
+from models.deepseek.kernels.gpu.choice import at_most, first_that_fits
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -333,7 +333,8 @@ class Broken:
 @pytest.mark.parametrize("early", [False, True])
 def test_a_library_that_raises_is_left_for_the_next(early: bool) -> None:
     step, q, layer = world()
-    broken, guard = Broken(early), MlaGuard()
+    broken, guard, said = Broken(early), MlaGuard(), list[str]()
+    guard.failures.say = said.append
     want, _ = TritonMla().step(PROBLEM, step)(q, layer)
     for _ in range(2):  # steps
         decode = guard.step(PROBLEM, step, [broken, TritonMla()])
@@ -341,17 +342,61 @@ def test_a_library_that_raises_is_left_for_the_next(early: bool) -> None:
             assert torch.equal(decode(q, layer)[0], want)
     assert broken.asked == 1
     why = "no flash_mla: it raised RuntimeError: no kernel image is available"
-    assert guard.choices[-1] == f"mla decode: triton ({why})"
-    assert len(guard.choices) == (1 if early else 2)
+    assert guard.choices == (f"mla decode: triton ({why})",)  # what is so now
+    assert said == [*guard.choices]  # once
 
 
-def test_what_raises_after_it_has_decoded_is_an_error() -> None:
+def test_what_raises_after_it_has_decoded_keeps_other_sizes() -> None:
     step, q, layer = world()
-    library = FlashMla(flash_mla())
-    decode = MlaGuard().step(PROBLEM, step, [library, TritonMla()])
+    module, said = flash_mla(), list[str]()
+    working, rows = module.flash_mla_with_kvcache, step.plan.num_rows
+    assert at_most(rows) == rows == 4
+    candidates = [FlashMla(module), TritonMla()]
+    guard = MlaGuard()
+    guard.failures.say = said.append
+    decode = guard.step(PROBLEM, step, candidates)
+    other = guard.step(PROBLEM, step, candidates)  # the other half of a step
     decode(q, layer)
-    with pytest.raises(AssertionError):
-        decode(q.float(), layer)
+    assert guard.choices == ("mla decode: flash_mla",) and not said
+
+    def broken(*args: Any, use_legacy: bool, **more: Any) -> Any:
+        asked.append(1)
+        raise AssertionError("these rows, no")
+
+    asked = list[int]()
+    module.flash_mla_with_kvcache = broken
+    want, _ = TritonMla().step(PROBLEM, step)(q, layer)
+    for again in (decode, decode, other, guard.step(PROBLEM, step, candidates)):
+        assert torch.equal(again(q, layer)[0], want)
+    why = "no flash_mla: it raised AssertionError: these rows, no at 3 to 4 rows"
+    assert guard.choices == (f"mla decode: triton ({why})",) == tuple(said) and asked == [1]
+    module.flash_mla_with_kvcache = working
+    half, q2, layer2 = world(padding=2)  # five rows
+    guard.step(PROBLEM, half, candidates)(q2, layer2)
+    assert guard.choices == (f"mla decode: triton ({why})", "mla decode: flash_mla")
+
+
+def test_a_probe_that_raises_is_a_refusal() -> None:
+    def has_legacy() -> bool:
+        raise OSError("libcuda.so.1: cannot open")
+
+    module = flash_mla()
+    module._loader = SimpleNamespace(has_legacy=has_legacy)
+    why = "its probe raised OSError: libcuda.so.1: cannot open"
+    assert FlashMla(module).refusal(PROBLEM) == why
+
+    class Odd(Broken):
+        def refusal(self, problem: MlaProblem) -> str | None:
+            raise ZeroDivisionError
+
+    step, q, layer = world()
+    guard = MlaGuard()
+    guard.step(PROBLEM, step, [Odd(early=False), TritonMla()])(q, layer)
+    why = "no flash_mla: its probe raised ZeroDivisionError: no message"
+    assert guard.choices == (f"mla decode: triton ({why})",)
+    assert first_that_fits("mla decode", PROBLEM, [Odd(early=False), TritonMla()]).reason.endswith(
+        f"triton ({why})"
+    )
 
 
 def test_the_table_goes_down_to_the_second_fastest() -> None:

@@ -4,9 +4,9 @@
 is decided is a pure function of shapes, so that a captured step holds what an eager one runs; how
 rows had better lie for who will read them (`alignment`, `scale_format`) is asked before. With
 a table the nearest shape that was measured decides, among backends that fit; ours where the table
-knows nothing like it. A backend that raises at its first product of a problem (no compiler for its
-own kernels, say) is not asked for that problem again. `choices` names all that was decided, each
-once.
+knows nothing like it. A backend that raises (no compiler for its own kernels, say) makes way for
+ours, now and from then on, and a line says so: choice.py's `Failures`. `choices` names all that is
+decided now, each once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dispatch.base import ScaleFormat
-from models.deepseek.kernels.gpu.choice import at_most, why_failed
+from models.deepseek.kernels.gpu.choice import Failures, at_most, nobody_goes_on, refusal_of
 from models.deepseek.kernels.gpu.gemm_adapters import (
     GemmBackend,
     GemmProblem,
@@ -31,6 +31,7 @@ from models.deepseek.kernels.gpu.grouped_gemm import ALIGNMENT
 # How bench/gemms.py calls what is measured.
 FAMILIES = {"dense": "fp8_gemm", "contiguous": "grouped_contiguous", "masked": "grouped_masked"}
 OURS = TritonGemm.name
+Run = Callable[[GemmBackend], Tensor]
 
 
 class Table(Protocol):
@@ -50,16 +51,14 @@ class Gemms:
         self._backends = tuple(backends)
         self._ours: GemmBackend = TritonGemm()
         self._table = table
-        self._chosen: dict[tuple[GemmProblem, int], GemmBackend] = {}
-        self._reasons: dict[str, None] = {}
-        self._proven: set[tuple[str, GemmProblem]] = set()
-        self._failed: dict[tuple[str, GemmProblem], str] = {}
+        self._chosen: dict[tuple[GemmProblem, int], tuple[GemmBackend, str]] = {}  # with a line
+        self.failures = Failures()
         self._alignments: dict[str, int] = {}  # of backends
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """A line for each kind of product so far: which backend, and why no other one."""
-        return tuple(self._reasons)
+        """A line for each kind of product so far: which backend has it now, and why no other."""
+        return tuple(dict.fromkeys(line for _, line in self._chosen.values()))
 
     def dense(
         self,
@@ -81,7 +80,7 @@ class Gemms:
         if not self._backends:
             return run(self._ours)
         problem = problem_of("dense", a_scales, b, self._arch, dtype, ue8m0=ue8m0)
-        return self._run(problem, a.shape[0], run)
+        return self._run(problem, a, a.shape[0], run)
 
     def contiguous(
         self,
@@ -112,7 +111,7 @@ class Gemms:
             "contiguous", a_scales, b, self._arch, dtype, alignment=alignment, ue8m0=ue8m0
         )
         each = -(-a.shape[0] // b.shape[0]) if expected_rows is None else expected_rows
-        return self._run(problem, each, run)
+        return self._run(problem, a, each, run)
 
     def masked(
         self,
@@ -138,7 +137,8 @@ class Gemms:
         if not self._backends:
             return run(self._ours)
         problem = problem_of("masked", a_scales, b, self._arch, dtype, ue8m0=ue8m0, room=a.shape[1])
-        return self._run(problem, a.shape[1] if expected_rows is None else expected_rows, run)
+        each = a.shape[1] if expected_rows is None else expected_rows
+        return self._run(problem, a, each, run)
 
     def alignment(
         self,
@@ -153,7 +153,7 @@ class Gemms:
         [e, N, K]: what a backend wants that would then be taken, else 1."""
         for backend in self._backends:
             if backend.name not in self._alignments:
-                self._alignments[backend.name] = backend.alignment()
+                self._alignments[backend.name] = _alignment(backend)
             wanted = self._alignments[backend.name]
             if wanted > 1:
                 problem = problem_of(
@@ -181,42 +181,54 @@ class Gemms:
 
     def _taken(self, problem: GemmProblem, rows: int) -> GemmBackend:
         bucket = at_most(rows)
-        backend = self._chosen.get((problem, bucket))
-        if backend is None:
-            backend = self._chosen[problem, bucket] = self._choose(problem, bucket)
-        return backend
+        if (problem, bucket) not in self._chosen:
+            self._chosen[problem, bucket] = self._choose(problem, bucket)
+        return self._chosen[problem, bucket][0]
 
-    def _run(self, problem: GemmProblem, rows: int, run: Callable[[GemmBackend], Tensor]) -> Tensor:
+    def _run(self, problem: GemmProblem, a: Tensor, rows: int, run: Run) -> Tensor:
         backend = self._taken(problem, rows)
-        if backend is self._ours or (backend.name, problem) in self._proven:
+        if backend is self._ours:
             return run(backend)
+        bucket = at_most(rows)
         try:
             out = run(backend)
-        except Exception as error:  # of whatever kind: ours goes on, and the line says so
-            self._failed[backend.name, problem] = why_failed(error)
-            self._chosen = {k: b for k, b in self._chosen.items() if k[0] != problem}
-            return self._run(problem, rows, run)
-        self._proven.add((backend.name, problem))
+        except Exception as error:  # of whatever kind that leaves the device as it was
+            if self.failures.take(error, backend.name, problem, bucket, a.device):
+                del self._chosen[problem, bucket]
+            else:
+                self._chosen = {k: v for k, v in self._chosen.items() if k[0] != problem}
+            if nobody_goes_on(a.device):
+                raise
+            self._taken(problem, rows)
+            self.failures.say(self._chosen[problem, bucket][1])
+            return self._run(problem, a, rows, run)
+        self.failures.did(backend.name, problem)
         return out
 
-    def _choose(self, problem: GemmProblem, rows: int) -> GemmBackend:
+    def _choose(self, problem: GemmProblem, rows: int) -> tuple[GemmBackend, str]:
         backends: list[GemmBackend] = [
-            _Failed(b.name, why) if (why := self._failed.get((b.name, problem))) else b
+            _Failed(b.name, why) if (why := self.failures.why(b.name, problem, rows)) else b
             for b in self._backends
         ]
         choice = choose_gemm(problem, [*backends, self._ours])
         if self._table is None or choice.backend is self._ours:
-            self._reasons[choice.reason] = None
-            return choice.backend
-        able = {b.name: b for b in backends if b.refusal(problem) is None}
+            return choice.backend, choice.reason
+        able = {b.name: b for b in backends if refusal_of(b, problem) is None}
         size = {"rows": rows, "columns": problem.columns, "width": problem.width}
         if problem.form != "dense":
             size["experts"] = problem.experts
         name = self._table.pick(FAMILIES[problem.form], tuple(able), **size)
         who = f"{name} won" if name else f"{OURS}; nothing like it was measured"
         what = choice.reason.partition(":")[0]
-        self._reasons[f"{what}, {rows} rows or fewer: {who}"] = None
-        return able.get(name or OURS, self._ours)
+        return able.get(name or OURS, self._ours), f"{what}, {rows} rows or fewer: {who}"
+
+
+def _alignment(backend: GemmBackend) -> int:
+    """1 for one that raises against its word: the product's choice says why it is not taken."""
+    try:
+        return backend.alignment()
+    except Exception:
+        return 1
 
 
 class _Failed(TritonGemm):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from dispatch.fp8 import BLOCK, num_blocks
-from models.deepseek.kernels.gpu.choice import load_library
+from dispatch.words import raised
+from models.deepseek.kernels.gpu.choice import in_words, load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.fp8_gemm import check_codes, check_operands
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, problem_of
@@ -47,6 +49,7 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "contiguous": (("grouped_layout", "m_indices"),),
     "masked": (("masked_m",), ("expected_m",)),
 }
+MOST_ALIGNMENT = 4096  # rows: more would be mostly padding
 ALIGNMENTS = ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout")
 
 
@@ -60,6 +63,7 @@ class DeepGemm:
         self._module = module
         self._arch = arch
 
+    @in_words
     def refusal(self, problem: GemmProblem) -> str | None:
         why = _shape_refusal(problem)
         if why is not None:
@@ -80,7 +84,7 @@ class DeepGemm:
 
     def alignment(self) -> int:
         module, why = self._load()
-        return 1 if why is not None else _alignment_of(module) or 1
+        return 1 if why is not None else _alignment_of(module)[0] or 1
 
     def dense(
         self, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype
@@ -117,7 +121,7 @@ class DeepGemm:
             arch != 90
             and starts is None
             and "use_psum_layout" in names
-            and alignment == _alignment_of(module)
+            and alignment == _alignment_of(module)[0]
             and (a_scales.dtype == torch.int32 or a_scales.is_contiguous())
         ):
             more: dict[str, Any] = {"use_psum_layout": True}
@@ -185,9 +189,9 @@ class DeepGemm:
         return self._load()[0], arch
 
     def _misaligned(self, module: Any, alignment: int) -> str | None:
-        wanted = _alignment_of(module)
+        wanted, why = _alignment_of(module)
         if wanted is None:
-            return f"this deep_gemm has no {' or '.join(ALIGNMENTS)}"
+            return why
         if alignment % wanted:
             return (
                 f"DeepGEMM's segments begin at multiples of {wanted}, these at multiples of "
@@ -264,7 +268,12 @@ def _shape_refusal(problem: GemmProblem) -> str | None:
 
 def _overfull(module: Any, problem: GemmProblem) -> str | None:
     """Whole tiles are stored: the last one of an expert must end before the next expert's room."""
-    tile = MASKED_TILE if problem.arch == 90 else _alignment_of(module) or MASKED_TILE
+    tile = MASKED_TILE
+    if problem.arch != 90 and any(hasattr(module, name) for name in ALIGNMENTS):
+        told, why = _alignment_of(module)
+        if told is None:
+            return why
+        tile = told
     if problem.experts > 1 and problem.room % tile:
         return f"DeepGEMM wants room for {tile} rows or a multiple an expert, not {problem.room}"
     return None
@@ -299,8 +308,20 @@ def _blocks_or_words(b_scales: Tensor) -> Tensor:
     return (scales_of_rows if b_scales.dtype == torch.int32 else back_to_back)(b_scales)
 
 
-def _alignment_of(module: Any) -> int | None:
+def _alignment_of(module: Any) -> tuple[int, None] | tuple[None, str]:
+    """What the library says; or why it says nothing that can be used."""
     for name in ALIGNMENTS:
-        if hasattr(module, name):
-            return int(getattr(module, name)())
-    return None
+        try:
+            if not hasattr(module, name):
+                continue
+            told = getattr(module, name)()
+        except Exception as error:  # it may ask the driver
+            return None, f"{name} raised {raised(error)}"
+        try:
+            rows = operator.index(told)
+        except Exception:
+            rows = 0
+        if not 1 <= rows <= MOST_ALIGNMENT:
+            return None, f"{name} says {told!r:.40}: must be 1 to {MOST_ALIGNMENT} rows"
+        return rows, None
+    return None, f"this deep_gemm has no {' or '.join(ALIGNMENTS)}"

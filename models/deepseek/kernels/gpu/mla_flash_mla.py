@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.deepseek.kernels.gpu.choice import load_library
+from models.deepseek.kernels.gpu.choice import in_words, load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaProblem,
@@ -49,6 +49,7 @@ class FlashMla:
     def __init__(self, module: Any = None) -> None:
         self._module = module
 
+    @in_words
     def refusal(self, problem: MlaProblem) -> str | None:
         why = common_refusal(problem, "FlashMLA")
         if why is not None:

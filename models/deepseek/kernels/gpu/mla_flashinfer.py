@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.deepseek.kernels.gpu.choice import load_library
+from models.deepseek.kernels.gpu.choice import in_words, load_library
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaProblem,
@@ -55,6 +55,7 @@ class FlashInferMla:
         self._module = module
         self._workspace: Tensor | None = None
 
+    @in_words
     def refusal(self, problem: MlaProblem) -> str | None:
         why = common_refusal(problem, "FlashInfer")
         if why is not None:

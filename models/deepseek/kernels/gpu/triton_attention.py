@@ -21,6 +21,7 @@ from dispatch.base import ScaleFormat
 from dispatch.fp8 import BLOCK
 from models.deepseek.kernels.base import AbsorbedMla, LinearWeight, MlaShape, MlaWeights
 from models.deepseek.kernels.errors import KernelArgumentError
+from models.deepseek.kernels.gpu.choice import Failures
 from models.deepseek.kernels.gpu.dense import dense_per_head
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
@@ -102,10 +103,16 @@ class TritonAttention(TritonDense):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """A line for each kind of attention and of product so far: which backend, and why no
-        earlier one."""
+        """A line for each kind of attention and of product so far: which backend has it now, and
+        why no earlier one."""
         inner = [line for b in self._backends for line in getattr(b, "choices", ())]
         return tuple(dict.fromkeys((*self._guard.choices, *inner, *self.gemms.choices)))
+
+    def tell_failures(self, say: Callable[[str], None]) -> None:
+        """say is told a line whenever a library raises and another goes on in its place."""
+        for one in (self._guard, self.gemms, *self._backends):
+            if isinstance(failures := getattr(one, "failures", None), Failures):
+                failures.say = say
 
     def misfit(self, shape: MlaShape, dtype: torch.dtype, deterministic: bool) -> str | None:
         try:

@@ -22,7 +22,7 @@ import torch
 from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
 from models.deepseek.kernels.gpu.bench.sizes import V3
-from models.deepseek.kernels.gpu.choice import at_most
+from models.deepseek.kernels.gpu.choice import Failures, at_most
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
     MlaProblem,
@@ -206,6 +206,10 @@ class FastestMla:
     def choices(self) -> tuple[str, ...]:
         """A line for each size of step so far: who decodes, and why no faster one."""
         return self._guard.choices
+
+    @property
+    def failures(self) -> Failures:
+        return self._guard.failures
 
     def refusal(self, problem: MlaProblem) -> str | None:
         if problem.deterministic:
