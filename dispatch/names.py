@@ -13,7 +13,20 @@ from ep.nearest import nearest, nearest_hint
 
 PHASES = ("prefill", "decode")
 AUTO = "auto"
-_MEANT = {"gloo": "torch", "nccl": "torch"}  # what torch's collectives go over is its own choice
+# What torch's collectives go over is its own choice; the others are words of other engines.
+_MEANT = {
+    "gloo": "torch",
+    "nccl": "torch",
+    "alltoall": "torch",
+    "all_to_all": "torch",
+    "naive": "allgather",
+    "allgather_reducescatter": "allgather",
+    "low_latency": "deepep_ll",
+    "deepep_low_latency": "deepep_ll",
+    "normal": "deepep_normal",
+    "deepep_high_throughput": "deepep_normal",
+    "pplx": "nvshmem",
+}
 EMULATED = "_emulated"  # ends the registry's name of a backend's emulation
 
 

@@ -20,6 +20,9 @@ MEANT = {
     "ue8m0": "fp8_ue8m0",
     "gloo": "torch",
     "nccl": "torch",
+    "low_latency": "deepep_ll",
+    "deepep_low_latency": "deepep_ll",
+    "deepep_high_throughput": "deepep_normal",
     "gpu": "cuda",
     "deterministic": "pairs",
 }

@@ -25,10 +25,8 @@ from dispatch import nothing_to_emulate, read_dispatch
 from ep.nearest import nearest_hint
 from ep.presets import PRESETS
 from moeserve.errors import ConfigError
+from moeserve.meant import hint
 from moeserve.speculate.setting import read_speculate
-
-# What a row of the model's dtype may be called, where `model` is meant
-_MODEL_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "fp32", "float32")
 
 
 def parse_size(value: object) -> object:
@@ -339,15 +337,6 @@ def _problem(root: type[BaseModel], error: Any) -> str:
     return f"{path}={error['input']!r}: {_valid(error)}"
 
 
-def _nearest_cache(given: str, names: list[str]) -> str:
-    """What other engines call the formats of a cache, in our words."""
-    if given in (*_MODEL_DTYPES, "auto"):
-        return "; nearest: model (the model's own dtype)"
-    if given.startswith("fp8"):
-        return "; nearest: fp8 (e4m3, a scale for each 128 channels)"
-    return nearest_hint(given, names)
-
-
 def _valid(error: Any) -> str:
     """What would be valid, with the nearest value where there is one."""
     limits: dict[str, Any] = error.get("ctx", {})
@@ -360,16 +349,9 @@ def _valid(error: Any) -> str:
             return f"must be above {limits['gt']}"
         case "literal_error":
             names = limits["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-            given, place = str(error["input"]), ".".join(map(str, error["loc"]))
-            if place == "parallel.wire" and given.strip().casefold() in _MODEL_DTYPES:
-                hint = "; nearest: model (rows as the model computes)"
-            elif place == "parallel.wire" and given.strip().casefold().startswith("fp8"):
-                hint = "; nearest: fp8 (what its scales are, the checkpoint decides)"
-            elif place == "cache.kv_cache_dtype":
-                hint = _nearest_cache(given.strip().casefold(), names)
-            else:
-                hint = nearest_hint(given, names)
-            return f"must be one of {', '.join(names)}{hint}"
+            place = ".".join(map(str, error["loc"]))
+            told = hint(place, str(error["input"]), names)
+            return f"must be one of {', '.join(names)}{told}"
         case "value_error":
             return str(limits["error"])
         case "model_type" | "model_attributes_type":

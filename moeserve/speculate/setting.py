@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ep.nearest import nearest_hint
+from moeserve.meant import hint
 
 MAX_DEPTH = 8
 OFF, AUTO = "off", "auto"
@@ -45,7 +45,7 @@ def read_speculate(text: str) -> SpeculateWish:
     """ValueError says what would be valid."""
     name, colon, rest = text.strip().partition(":")
     if name not in NAMES:
-        raise ValueError(f"must be {_FORMS}{nearest_hint(name, NAMES)}")
+        raise ValueError(f"must be {_FORMS}{hint('speculate.method', name, NAMES)}")
     if name in (OFF, AUTO):
         if colon:
             raise ValueError(f"{name} takes nothing behind it; valid: {_FORMS}")
