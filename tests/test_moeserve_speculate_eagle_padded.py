@@ -54,7 +54,8 @@ def test_what_it_gives_is_what_each_sequence_gives(
     pasts = [known_of(head, length, seed=s) for s, length in enumerate(lengths)]
     embedded, hidden = (some(sum(counts), D, seed=seed) for seed in (50, 51))
     where = [torch.arange(n, n + m) for n, m in zip(lengths, counts, strict=True)]
-    padded = PaddedPasts(head, pasts, counts, 6, CPU)
+    given = [list(past) for past in pasts]
+    padded = PaddedPasts(head, given, counts, 6, CPU)
     assert len(padded._buffers) == buffers
     features = padded.first(embedded, hidden, torch.cat(where))
     parts = zip(embedded.split(counts), hidden.split(counts), strict=True)
@@ -66,6 +67,7 @@ def test_what_it_gives_is_what_each_sequence_gives(
         strict=True,
     )
     torch.testing.assert_close(features, torch.cat(want))
+    assert not any(given)
     mine = padded.grown()
     torch.testing.assert_close(mine, list(grown))
     before = [[(k.clone(), v.clone()) for k, v in past] for past in mine]
@@ -105,7 +107,7 @@ def test_what_one_sequence_has_spoils_no_other() -> None:
     for bad in (0.0, float("nan")):
         hidden[2:6] += bad
         pasts[1][0][1][:] += bad
-        padded = PaddedPasts(head, pasts, counts, 1, CPU)
+        padded = PaddedPasts(head, [list(past) for past in pasts], counts, 1, CPU)
         features = padded.first(embedded, hidden, where)
         ones = torch.ones(3, 1, 1, dtype=torch.bool)
         levels = padded.levels([0, 1, 2], torch.tensor([8, 2, 10]))

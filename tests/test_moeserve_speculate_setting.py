@@ -149,6 +149,17 @@ def test_a_draft_model_must_have_the_targets_tokens(folder: Path, tmp_path: Path
     assert planned.memory_bytes(4) > 0 and planned.cache_bytes(4) > 0
 
 
+def test_what_heads_remember_of_a_token_takes_memory(folder: Path, tmp_path: Path) -> None:
+    model = DeepSeekConfig.from_hf(folder)
+    sizes = {}
+    for kind in ("eagle", "medusa"):
+        heads = write_heads(tmp_path / kind, kind, model.hidden_size, model.vocab_size)
+        planned, problems = plan(folder, f"{kind}:{heads}:2")
+        assert planned is not None and not problems
+        sizes[kind] = planned.cache_bytes(2)
+    assert sizes == {"eagle": 2 * 2 * 32 * 4, "medusa": 0}  # keys and values in fp32, padded
+
+
 def test_too_many_drafts_for_the_budget_are_a_note(folder: Path) -> None:
     planned, problems = plan(folder, "mtp:7", schedule__max_num_sequences=100)
     assert planned is not None and not problems

@@ -61,7 +61,10 @@ class SpeculatePlan:
     kernels: str = "auto"
 
     def cache_bytes(self, itemsize: int) -> int:
-        """A token of the pool: a draft model has as many positions as the target."""
+        """A token of the pool: a draft model has as many positions as the target, an EAGLE head at
+        most. Its are padded (`eagle_padded`), or copied where they are."""
+        if isinstance(self.heads, EagleHead):
+            return 2 * self.heads.past_bytes
         if self.model is None:
             return 0
         return self.model.num_hidden_layers * self.model.cache_width * itemsize

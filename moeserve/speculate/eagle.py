@@ -76,6 +76,11 @@ class EagleHead:
         parts = [x for layer in self.layers for x in vars(layer).values() if x is not None]
         return sum(x.nbytes for x in [*own, *parts])
 
+    @property
+    def past_bytes(self) -> int:
+        """Of a token: keys and values of all layers."""
+        return sum(2 * layer.k.shape[0] * layer.k.dtype.itemsize for layer in self.layers)
+
     def to(self, device: torch.device) -> EagleHead:
         return replace(
             self,

@@ -144,7 +144,7 @@ class EagleDrafter:
     def _keep_up(self, asks: Seq[DraftAsk], depth: int, late: Late | None = None) -> Kept:
         """Put the new rows behind what is known. depth: of what is drafted behind them."""
         rows, kept = Rows(), Kept([None] * len(asks))
-        on_device = self._picker.pick is not None
+        on_device, nothing = self._picker.pick is not None, self._head.no_past()
         places: list[int] = []
         for i, ask in enumerate(asks):
             if ask.hidden is None or not len(ask.hidden):
@@ -152,7 +152,7 @@ class EagleDrafter:
             sequence, first, m = ask.sequence, ask.first, len(ask.hidden)
             known = self._known.get(sequence.request_id)
             if known is None or not known.start <= first <= known.end:
-                known = self._known[sequence.request_id] = Known(first, self._head.no_past())
+                known = self._known[sequence.request_id] = Known(first, list(nothing))
             known.rewind(first)
             mask: Tensor | None = None
             if not on_device:
@@ -168,6 +168,7 @@ class EagleDrafter:
                 tokens += [0] * num
             assert len(tokens) == m, "the token after a row is not known"
             rows.add(tokens, ask.hidden, range(first, first + m), known.past, mask)
+            known.past = list(nothing)  # what fails now leaves nothing that is half known
             places.append(i)
         if not places:
             return kept

@@ -52,13 +52,14 @@ class _Level:
 
 
 class PaddedPasts:
-    """pasts: of each sequence, by layer; counts: rows of its own in the first run; room: those of
-    drafts that may follow."""
+    """pasts: of each sequence, by layer; the first run takes them out of these lists, so that their
+    memory is free as soon as it was copied. counts: rows of its own in the first run; room: those
+    of drafts that may follow."""
 
     def __init__(
         self,
         head: EagleHead,
-        pasts: Seq[Seq[Past]],
+        pasts: Seq[list[Past]],
         counts: Seq[int],
         room: int,
         device: torch.device,
@@ -112,9 +113,10 @@ class PaddedPasts:
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = []
             for buffer, (index, rows, mask) in zip(self._buffers, maps, strict=True):
-                pasts = [self._pasts[s][number] for s in buffer.members]
+                pasts = [self._pasts[s].pop(0) for s in buffer.members]
                 keys = torch.cat([*(past[0] for past in pasts), k])[index]
                 values = torch.cat([*(past[1] for past in pasts), v])[index]
+                del pasts
                 buffer.keys.append(keys)
                 buffer.values.append(values)
                 known = keys[:, : buffer.columns], values[:, : buffer.columns]

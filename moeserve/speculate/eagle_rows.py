@@ -40,7 +40,7 @@ class Rows:
     tokens: list[int] = field(default_factory=list)  # the one after each row
     hidden: list[Tensor] = field(default_factory=list)  # [m, D] of each sequence
     positions: list[int] = field(default_factory=list)
-    pasts: list[Seq[Past]] = field(default_factory=list)
+    pasts: list[list[Past]] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)  # [m, P + m] of each, but for `PaddedPasts`
     # Rows whose token was chosen by the step, and which of its own that is (`late`).
     late_into: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Rows:
         tokens: Seq[int],
         hidden: Tensor,
         positions: Seq[int],
-        past: Seq[Past],
+        past: list[Past],
         mask: Tensor | None,
     ) -> None:
         self.tokens += tokens
