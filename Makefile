@@ -1,4 +1,5 @@
-# Everything a newcomer needs: `make demo`, `make test`. Both set up .venv first, once.
+# Everything a newcomer needs: `make demo`, `make test`. Both set up .venv first, once. (`make gpu-check`
+# sets up nothing: a machine with a GPU may have no network.)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +9,7 @@ EP ?= 2
 PORT ?= 8000
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_CHECK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-dist test-kernels test-namespaces test-slurm lint format type bench gpu-check clean
@@ -56,8 +58,8 @@ type: $(STAMP)  ## mypy (strict on ep, dispatch, moeserve, launch)
 bench: $(STAMP)  ## Decode and prefill speed of CHECKPOINT (BENCH_ARGS="--batch 1,8 --ep 2")
 	@$(BIN)/moeserve bench offline $(CHECKPOINT) $(BENCH_ARGS)
 
-gpu-check: $(STAMP)  ## Every check that wants a GPU, as one table
-	@$(BIN)/python scripts/gpu_check.py
+gpu-check:  ## All that wants a GPU: a table, gpu-check.json (no setup; GPU_CHECK_ARGS="--only checks")
+	@bash scripts/gpu_check.sh $(BIN) $(PYTHON) $(GPU_CHECK_ARGS)
 
 clean:  ## Remove .venv and all that was built
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
