@@ -1,5 +1,5 @@
-"""Whether a file that a flag names can be written: found before the work whose result it is to
-hold. Knows files; nothing of what is written. Only Python's own library is used here.
+"""Whether a file or folder that a flag names can be written: found before the work whose result it
+is to hold. Knows files; nothing of what is written. Only Python's own library is used here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,38 @@ def unwritable(flag: str, file: Path | None) -> list[str]:
     except ValueError as error:  # a zero byte in the name
         return [f"{flag} {str(file)!r}: {error}"]
     return []
+
+
+def unwritable_folder(flag: str, folder: Path | None) -> list[str]:
+    """The same of a folder, made with all above it where it is not there yet. Nothing is made."""
+    if folder is None:
+        return []
+    told = f"{flag} {str(folder)!r}"
+    try:
+        here = folder.absolute()
+        while not _lies(here):
+            here = here.parent
+        if not here.is_dir():
+            return [
+                f"{told}: is no folder"
+                if here == folder.absolute()
+                else f"{told}: {str(here)!r} is no folder"
+            ]
+        _open(here / f".moeserve-{os.getpid()}")
+    except OSError as error:
+        return [f"{told}: cannot be written: {error.strerror or error}"]
+    except ValueError as error:
+        return [f"{told}: {error}"]
+    return []
+
+
+def _lies(path: Path) -> bool:
+    """Whether anything is there. OSError for what cannot be, such as a name that is too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _open(file: Path) -> None:

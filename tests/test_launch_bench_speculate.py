@@ -93,6 +93,18 @@ def test_a_folder_without_heads_is_refused_before_ranks_start() -> None:
     assert "--speculate 'eagle:" in error.problems[0] and "gone" in error.problems[0]
 
 
+@pytest.mark.parametrize("asked", ["on", "auto", "off"])
+def test_drafts_made_ahead_are_refused_before_ranks_start(asked: str) -> None:
+    words = ["bench", "speculate", str(TINY), "--prompt-length", "99999", "--ep", "2"]
+    words += ["--ahead", asked]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, ConfigError)
+    said = [problem for problem in error.problems if "ahead" in problem]
+    assert said == (
+        ["engine.ahead='on': drafts are not made ahead; leave it out"] * (asked == "on")
+    )
+
+
 # -- figures --------------------------------------------------------------------------------------
 
 

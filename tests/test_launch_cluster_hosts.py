@@ -136,13 +136,18 @@ def all_gone(place: Place) -> bool:
 
 
 def test_everything_wrong_is_said_at_once(place):
-    asked = place.launch("a,b;c,a,a", ssh="/gone/ssh", words=("serve", "/gone", "--ep", "5"))
+    (place.folder / "file").write_text("")
+    asked = place.launch(
+        "a,b;c,a,a", ssh="/gone/ssh", words=("serve", "/gone", "--ep", "5"),
+        output=place.folder / "file" / "job",
+    )  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         asked.run()
     assert [p.split(":")[0] for p in caught.value.problems] == [
         "host 'b;c'",
         "host 'a'",
         "--ssh '/gone/ssh'",
+        f"--output {str(place.folder / 'file' / 'job')!r}",
         "--ep 5 (by a flag, --layout or --config)",
         "CHECKPOINT '/gone'",
     ]

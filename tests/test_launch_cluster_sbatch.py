@@ -195,6 +195,18 @@ def test_what_goes_into_the_file_has_slurms_form(cluster, tmp_path, option, bad,
         assert launch(tmp_path, submit=False, **{option: value}).run() == 0
 
 
+def test_a_folder_that_cannot_be_is_known_before_a_job_is_asked_for(cluster, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, said in (
+        ("file", "is no folder"),
+        ("file/a", "is no folder"),
+        ("n" * 300, "too long"),
+    ):
+        (problem,) = problems_of(launch(tmp_path, output=tmp_path / name))
+        assert problem.startswith("--output ") and said in problem
+    assert not any(call.startswith("sbatch") for call in cluster.calls)
+
+
 def test_a_partition_is_one_of_the_clusters(cluster, tmp_path):
     assert problems_of(launch(tmp_path, partition="silver")) == [
         "--partition silver: no such partition; this cluster has gold, main"

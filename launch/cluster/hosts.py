@@ -36,6 +36,7 @@ from launch.cluster.jobs import (
     registered,
 )
 from launch.cluster.served import Served, check_served
+from launch.output import unwritable_folder
 from moeserve.errors import ConfigError, MoeserveError
 from moeserve.terminal import counted, say
 
@@ -94,6 +95,7 @@ class HostsLaunch:
         ssh = shlex.split(self.ssh)
         if not ssh or shutil.which(ssh[0]) is None:
             problems.append(f"--ssh {self.ssh!r}: there is no such program here")
+        problems += unwritable_folder("--output", self.output or FOLDERS)
         ranks = self.ranks_per_node or _ranks_of(self.words, len(names))
         served = check_served(self.words, len(names) * ranks, problems)
         if problems:

@@ -18,6 +18,7 @@ from launch.cluster.sbatch import SCRIPT, Ask, sbatch_text
 from launch.cluster.served import Served, check_served
 from launch.cluster.slurm_commands import SlurmError, available, partitions, submit
 from launch.cluster.slurm_watch import watch_job
+from launch.output import unwritable_folder
 from moeserve.errors import ConfigError
 from moeserve.terminal import counted, say
 
@@ -184,8 +185,8 @@ class SlurmLaunch:
         folder = (self.output or FOLDERS / f"{self.name}-{stamp}").absolute()
         if _ODD.search(str(folder)):
             problems.append(f"--output {folder}: blanks, quotes and % mean something to Slurm")
-        elif folder.exists() and not folder.is_dir():
-            problems.append(f"--output {folder}: is no folder")
+        elif found := unwritable_folder("--output", folder):
+            problems += found
         elif list(folder.glob("node-*.jsonl")):
             problems.append(f"--output {folder}: holds what another job wrote; name another folder")
         return folder
