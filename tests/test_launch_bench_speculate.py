@@ -100,9 +100,8 @@ def test_drafts_made_ahead_are_refused_before_ranks_start(asked: str) -> None:
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, ConfigError)
     said = [problem for problem in error.problems if "ahead" in problem]
-    assert said == (
-        ["engine.ahead='on': drafts are not made ahead; leave it out"] * (asked == "on")
-    )
+    refused = ["--ahead 'on': drafts are not made ahead; leave it out"]
+    assert said == refused * (asked == "on")
 
 
 # -- figures --------------------------------------------------------------------------------------
