@@ -269,6 +269,7 @@ GOOD = Libraries(
         "deep_ep": Module("deep_ep", True, "sgl-deep-ep", "0.1.2.post1"),
         "deep_gemm": Module("deep_gemm", True, "sgl-deep-gemm", "0.2.3"),
         "flash_mla": Module("flash_mla", True, "sgl-flash-mla", "1.0.0"),
+        "flashinfer": Module("flashinfer", True, "flashinfer-python", "0.7.2"),
         "triton": Module("triton", True, "triton", "3.8.0"),
     },
     deep_ep_apis=("Buffer", "ElasticBuffer"),
@@ -311,6 +312,10 @@ def test_libraries_that_do_not() -> None:
     assert "libcuda" in broken["DeepGEMM"].reason
     gone = module("flash_mla")["FlashMLA"]
     assert gone.state is State.MISSING and "sgl-flash-mla" in gone.remedy
+    gone = module("flashinfer")["FlashInfer"]
+    assert gone.state is State.MISSING and "flashinfer-python" in gone.remedy
+    assert "--kernel-table" in gone.reason
+    assert "libcuda" in module("flashinfer", here=True, error="libcuda")["FlashInfer"].reason
 
 
 def test_without_a_gpu_no_library_is_needed() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import gpu, local
+from launch.doctor import backends, gpu, local
 from launch.doctor.backends import backend_checks
-from launch.doctor.check import Check, State, exit_code, fails, ok
+from launch.doctor.check import Check, State, exit_code, fails, missing, ok, warning
 from launch.doctor.checkpoint import ReadRate, checkpoint_checks, measure_read, rate_check
 from launch.doctor.command import SomethingFails, doctor
-from launch.doctor.device import device_check
+from launch.doctor.device import SECTION as CUDA
+from launch.doctor.device import device_check, told_once
 from launch.doctor.screen import show_checks
 from moeserve.device import choose
 from moeserve.device.choose import Cuda, no_cuda
@@ -38,6 +39,50 @@ def test_every_dispatcher_answers_for_so_many_ranks() -> None:
     alone = by_name(backend_checks(1, TINY, has_gpu=False))
     assert alone["local"].state is State.OK and alone["torch"].state is State.MISSING
     assert exit_code([*checks.values(), *alone.values()]) == 0
+
+
+def test_for_ranks_on_gpus_dispatchers_go_by_what_gpus_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo carries no rows of GPUs, and an emulation lives on CPUs: neither is ok, nor a remedy."""
+    for have, why in ((False, "this torch is built without it"), (True, "no GPU here")):
+        monkeypatch.setattr(backends, "_have_nccl", lambda have=have: have)
+        checks = by_name(backend_checks(16, None, has_gpu=False, on_gpus=True))
+        assert {c.state for c in checks.values()} == {State.MISSING}
+        for name in ("torch", "allgather"):
+            assert checks[name].reason == f"rows of GPUs go by NCCL: {why}"
+        assert "on CPUs" in checks["deepep_ll_emulated"].reason
+        assert not [c for c in checks.values() if "does here" in c.remedy]
+    assert by_name(backend_checks(1, None, False, on_gpus=True))["local"].state is State.OK
+    monkeypatch.setattr(backends, "_backend_of", lambda group: "nccl")
+    assert by_name(backend_checks(16, None, False, on_gpus=True))["torch"].state is State.OK
+
+
+def test_what_two_sections_look_at_stands_once() -> None:
+    def told(ours: Check, theirs: Check) -> list[tuple[str, str, str]]:
+        checks = [ok("host", ours.name, "not asked"), ours, theirs]
+        return [(c.section, c.state.value, c.found) for c in told_once(checks)][1:]
+
+    good, bad = ok(CUDA, "NCCL", "in torch"), fails(CUDA, "NCCL", "-", "no", "install")
+    assert told(good, ok("libraries", "NCCL", "2.30.7")) == [(CUDA, "ok", "2.30.7")]
+    assert told(good, missing("libraries", "NCCL", "why")) == [(CUDA, "ok", "in torch")]
+    old = warning("libraries", "NCCL", "2.27.3", "old", "update")
+    assert told(good, old) == [("libraries", "warning", "2.27.3")]
+    assert (
+        told(bad, old) == told(bad, missing("libraries", "NCCL", "why")) == [(CUDA, "fails", "-")]
+    )
+    assert told(ok(CUDA, "triton", "here"), ok("libraries", "Triton", "3.8")) == [
+        (CUDA, "ok", "3.8")
+    ]
+    assert told_once([old]) == [old]
+
+
+def test_a_machine_for_gpus_is_told_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_software", "_machine", "_network", "_rdma", "_backends"):
+        monkeypatch.setattr(local, name, lambda *_: [])
+    checks = local.local_checks(None, 8, device="cuda")
+    names = [c.name.casefold() for c in checks if c.section in (CUDA, "GPU", "libraries")]
+    assert len(names) == len(set(names)) and {"nccl", "triton", "flashinfer"} <= set(names)
 
 
 def test_a_checkpoint_is_checked_and_read(tmp_path: Path) -> None:
@@ -134,7 +179,7 @@ def test_a_machine_is_asked_for_what_it_is_for(monkeypatch: pytest.MonkeyPatch) 
         "auto": 0, "cpu": 0, "cuda": 1,
     }  # fmt: skip
     bad = {(c.section, c.name) for c in found["cuda"] if c.state is State.FAILS}
-    assert {("GPU", "devices"), ("--device cuda", "devices")} <= bad
+    assert {("GPU", "devices"), ("--device cuda", "torch and GPUs")} <= bad
     with pytest.raises(ConfigError, match="--device gpu: must be one of auto, cpu, cuda") as caught:
         doctor(device="gpu", ranks=0)
     assert len(caught.value.problems) == 2

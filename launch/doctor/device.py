@@ -7,15 +7,19 @@ is among the libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from launch.doctor.check import Check, fails, ok
+from launch.doctor.check import Check, State, fails, ok
 
 if TYPE_CHECKING:
     from moeserve.device.choose import Cuda
 
 SECTION = "--device cuda"
+_TORCH = "torch and GPUs"  # as among the GPUs
+_ALSO = ("GPU", "libraries")  # sections that look at some of it
+_BAD = (State.MISSING, State.OK, State.WARNING, State.FAILS)
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -31,13 +35,36 @@ def cuda_checks(ranks_here: int = 1) -> Iterator[Check]:
     yield nccl_check()
 
 
+def told_once(checks: Sequence[Check]) -> list[Check]:
+    """What ranks on GPUs cannot do without is looked at for itself, too (GPUs, libraries): of two
+    rows of a name the worse one stands, else the first section's, with what both found."""
+    first = {check.name.casefold(): check for check in checks if check.section == SECTION}
+    kept: dict[int, Check | None] = {}
+    for at, check in enumerate(checks):
+        ours = first.get(check.name.casefold())
+        if ours is None or check.section not in _ALSO:
+            continue
+        if _BAD.index(check.state) > _BAD.index(ours.state):
+            kept[_at(checks, ours)] = None
+        else:
+            kept[at] = None
+            if check.state is ours.state is State.OK:
+                kept[_at(checks, ours)] = replace(ours, found=check.found)
+    told = [kept.get(at, check) for at, check in enumerate(checks)]
+    return [check for check in told if check is not None]
+
+
+def _at(checks: Sequence[Check], which: Check) -> int:
+    return next(at for at, check in enumerate(checks) if check is which)
+
+
 def device_check(cuda: Cuda, ranks_here: int) -> Check:
     """In the words in which `serve` refuses."""
     from moeserve.device.choose import no_cuda
 
     why = no_cuda(cuda, ranks_here)
     if why is None:
-        return ok(SECTION, "devices", f"torch for CUDA {cuda.built} sees {cuda.count}")
+        return ok(SECTION, _TORCH, f"torch for CUDA {cuda.built} sees {cuda.count}")
     if cuda.built is None:
         found, remedy = "torch for the CPU", "install the build of this torch release for CUDA"
     else:
@@ -47,7 +74,7 @@ def device_check(cuda: Cuda, ranks_here: int) -> Check:
             remedy = f"at most {cuda.count} ranks on this machine"
         elif "system not yet initialized" in cuda.trouble:
             remedy = "start nvidia-fabricmanager, of the driver's version: NVSwitch needs it"
-    return fails(SECTION, "devices", found, why, remedy)
+    return fails(SECTION, _TORCH, found, why, remedy)
 
 
 def triton_check() -> Check:

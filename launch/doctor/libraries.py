@@ -1,4 +1,4 @@
-"""Libraries that GPUs want: NCCL, NVSHMEM, DeepEP, DeepGEMM, FlashMLA, Triton, nvcc.
+"""Libraries that GPUs want: NCCL, NVSHMEM, DeepEP, DeepGEMM, FlashMLA, FlashInfer, Triton, nvcc.
 
 `look` asks packages and compilers; `library_checks` judges what it found and is pure. `deep_ep` and
 `nvshmem` are asked through the files of `dispatch` that load them; others are imported in a process
@@ -28,12 +28,22 @@ BRINGS = {
     "deep_ep": "pip install sgl-deep-ep (not deep-ep, which is its first release)",
     "deep_gemm": "pip install sgl-deep-gemm (not deep-gemm, which is its first release)",
     "flash_mla": "pip install sgl-flash-mla (not flash-mla, which is its first release)",
+    "flashinfer": "pip install flashinfer-python",
     "triton": "pip install triton (comes with torch for CUDA)",
 }
+LABELS = {
+    "deep_ep": "DeepEP",
+    "deep_gemm": "DeepGEMM",
+    "flash_mla": "FlashMLA",
+    "flashinfer": "FlashInfer",
+    "triton": "Triton",
+}
+IMPORTED = {"flashinfer": "flashinfer.mla"}  # of a module, what the adapter takes
 WHY = {
     "deep_ep": "all-to-alls between GPUs go by torch's collectives instead",
     "deep_gemm": "FP8 grouped GEMMs go by Triton kernels, or by torch",
     "flash_mla": "latent attention goes by moeserve's own kernels, or by torch",
+    "flashinfer": "one choice less for latent attention (--kernel-table, with --graphs off)",
     "triton": "GPU kernels of moeserve itself are written in it",
 }
 FIRST_RELEASES = ("deep-ep", "deep-gemm", "flash-mla")
@@ -108,7 +118,7 @@ def _module(name: str, owners: Mapping[str, list[str]], has_gpu: bool) -> Module
         return Module(name)
     package = next(iter(owners.get(name, [])), "")
     version = metadata.version(package) if package else ""
-    error = import_error(name) if has_gpu and name != "deep_ep" else None
+    error = import_error(IMPORTED.get(name, name)) if has_gpu and name != "deep_ep" else None
     return Module(name, True, package, version, error)
 
 
@@ -245,9 +255,7 @@ def _nvshmem(found: Libraries, has_gpu: bool) -> Iterator[Check]:
 
 
 def _judge(module: Module, found: Libraries, has_gpu: bool) -> Check:
-    label = {"deep_ep": "DeepEP", "deep_gemm": "DeepGEMM", "flash_mla": "FlashMLA"}.get(
-        module.name, module.name.capitalize()
-    )
+    label = LABELS[module.name]
     if not module.here:
         reason = _without(has_gpu, WHY[module.name])
         return missing(SECTION, label, reason, BRINGS[module.name] * has_gpu)

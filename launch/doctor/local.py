@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from launch.doctor.check import Check, fails
 from launch.doctor.compare import NodeReport
 from launch.doctor.device import SECTION as CUDA
-from launch.doctor.device import cuda_checks
+from launch.doctor.device import cuda_checks, told_once
 from launch.doctor.gpu import gpu_checks, run_smi, torch_sees
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def local_checks(
         "network": lambda: _network(),
         "network cards": lambda: _rdma(has_gpu),
         "libraries": lambda: _libraries(has_gpu, wants_gpu),
-        "dispatchers": lambda: _backends(num_ranks, checkpoint, has_gpu, job),
+        "dispatchers": lambda: _backends(num_ranks, checkpoint, has_gpu, job, wants_gpu),
     }
     if device == "cpu":
         parts = {name: part for name, part in parts.items() if name not in _OF_GPUS}
@@ -59,7 +59,7 @@ def local_checks(
         except Exception as error:  # of the doctor itself: nothing may hide the other checks
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             found.append(fails(section, "doctor", "-", f"could not look: {said}", "report this"))
-    return found
+    return told_once(found)
 
 
 def node_report(checkpoint: Path | None, job: EPGroup, device: str = "auto") -> NodeReport:
@@ -129,11 +129,11 @@ def _libraries(has_gpu: bool, wants_gpu: bool) -> Iterator[Check]:
 
 
 def _backends(
-    num_ranks: int, checkpoint: Path | None, has_gpu: bool, job: EPGroup | None
+    num_ranks: int, checkpoint: Path | None, has_gpu: bool, job: EPGroup | None, on_gpus: bool
 ) -> Iterator[Check]:
     from launch.doctor.backends import backend_checks
 
-    return backend_checks(num_ranks, checkpoint, has_gpu, job)
+    return backend_checks(num_ranks, checkpoint, has_gpu, job, on_gpus)
 
 
 def _checkpoint(folder: Path) -> Iterator[Check]:
