@@ -22,6 +22,7 @@ from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.errors import KernelsUnavailable
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.kernels.torch_kernels import TorchKernels
+from models.deepseek.layout import SCALE_SUFFIX
 from models.deepseek.load import load_model
 from models.deepseek.loader import WeightLoader
 from models.deepseek.model import DeepSeekModel
@@ -301,15 +302,84 @@ def test_empty_slots_can_be_filled_later(name: str, fp8: str | None, tmp_path: P
     assert not torch.equal(logits(model), expected)
 
 
+def respoil(path: Path, *names: str) -> None:
+    """Scales of these weights, powers of two, become others."""
+    for file in path.glob("*.safetensors"):
+        held = load_file(file)
+        hit = [f"{name}.weight_scale_inv" for name in names]
+        for name in [name for name in hit if name in held]:
+            held[name] = held[name].float() * 1.25
+        save_file(held, file)
+
+
 def test_where_scales_are_powers_of_two_slots_say_so(tmp_path: Path) -> None:
-    """Rows are then scaled so as well: among ranks that do not all, no expert may move."""
-    layouts = []
-    for scales in ("fp32", "pow2"):
+    """Rows are then scaled so as well: among ranks that do not all, no expert may move. A rank of
+    empty slots says what the others say."""
+    layouts: dict[str, set[str]] = {}
+    for scales in ("fp32", "pow2", "e8m0"):
         path = write(tmp_path / scales, "v3", scales, num_nextn_predict_layers=0)
-        placement = ExpertPlacement.trivial(1, 8, 1)
-        (moe,) = load_rank(path, placement, 0, keep_fp8=True, kernels=W8A8()).moe_layers()
-        layouts.append(moe.bundle_layout)
-    assert layouts[1] == layouts[0] + ", scales are powers of two"
+        placement = ExpertPlacement.from_physical_to_logical([[*range(8), *[EMPTY] * 8]], 2, 8)
+        for rank in (0, 1):
+            (moe,) = load_rank(path, placement, rank, keep_fp8=True, kernels=W8A8()).moe_layers()
+            layouts.setdefault(scales, set()).add(moe.bundle_layout)
+            assert moe.experts.ue8m0 is (scales != "fp32")  # type: ignore[attr-defined]
+    (plain,), (of_pow2,), (of_e8m0,) = layouts.values()
+    assert of_pow2 == of_e8m0 == plain + ", scales are powers of two"
+
+
+def test_a_look_at_scales_is_not_counted_and_ends_early(tmp_path: Path) -> None:
+    for scales, most in (("fp32", 2), ("pow2", 99), ("e8m0", 0)):
+        path = write(tmp_path / scales, "v3", scales, num_nextn_predict_layers=0)
+        config = DeepSeekConfig.from_hf(path)
+        plan = preflight(path, config, placement_of(config, True), 0)
+        read = WeightLoader(plan, W8A8(), torch.bfloat16, keep_kv_b=False, keep_fp8=True).read
+        names = [name for name, item in plan.expected.items() if item.kind == "experts"]
+        looks: list[str] = []
+        peek = plan.index.peek
+
+        def counted(wanted: Any, peek: Any = peek, looks: list[str] = looks) -> Any:
+            for tensor in peek(wanted):
+                looks.append(str(tensor.shape))
+                yield tensor
+
+        plan.index.peek = counted  # type: ignore[method-assign]
+        assert read.scales_are_powers(names) is (scales != "fp32")
+        assert len(looks) <= most and (most < 99 or len(looks) == len(names))
+        assert plan.index.bytes_read == 0
+        seen = [tensor for name in names for tensor in peek([name + SCALE_SUFFIX])]
+        assert all(
+            torch.equal(t, plan.index.read(n + SCALE_SUFFIX))
+            for t, n in zip(seen, names, strict=True)
+        )
+
+
+@pytest.mark.parametrize("spoiled", ["experts.5.up_proj", "shared_experts.down_proj"])
+def test_an_experts_bits_depend_on_no_company(spoiled: str, tmp_path: Path) -> None:
+    """One expert has scales that are no powers of two: alone on its rank, beside others, the shared
+    one in slots or not, every expert gives the same bits."""
+    path = write(tmp_path / "c", "v3", "pow2", num_nextn_predict_layers=0)
+    layer = f"model.layers.{DeepSeekConfig.from_hf(path).first_k_dense_replace}.mlp."
+    respoil(path, layer + spoiled)
+    kernels = W8A8()
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    given: dict[int, list[torch.Tensor]] = {}
+    for experts, ranks in ((8, 1), (8, 2), (8, 4), (9, 1), (9, 3)):
+        placement = ExpertPlacement.trivial(1, experts, ranks)
+        for rank in range(ranks):
+            weights = load_rank(path, placement, rank, keep_fp8=True, kernels=kernels)
+            (moe,) = weights.moe_layers()
+            x = x[:, : moe.gate.shape[1]]
+            for slot, expert in enumerate(placement.experts_of(rank, 0)):
+                bounds = [0] * (slot + 1) + [4] * (moe.experts.num_slots - slot)
+                out = kernels.experts(
+                    x, torch.arange(4), torch.tensor(bounds, dtype=torch.int32), moe.experts
+                )
+                given.setdefault(int(expert), []).append(out)
+            for piece in moe.shared:
+                given.setdefault(8, []).append(kernels.mlp(x, piece.gate_up, piece.down))
+    assert sorted(given) == list(range(9))
+    for results in given.values():
+        assert len(results) >= 5 and all(torch.equal(results[0], other) for other in results)
 
 
 def test_a_rank_of_empty_slots_takes_fp8(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ def scale_to_float(scale: Tensor) -> Tensor:
     return scale.to(torch.float32)
 
 
+def powers_of_two(scales: Tensor) -> bool:
+    """Whether all scales (fp32) are."""
+    return bool((torch.frexp(scales).mantissa == 0.5).all())
+
+
 def dequantise_weight(
     weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, block: int = BLOCK
 ) -> Tensor:

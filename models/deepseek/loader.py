@@ -121,6 +121,8 @@ class WeightLoader:
         stay = self._experts_stay_fp8(p + "mlp.")
         make = self.kernels.allocate_fp8_experts if stay else self.kernels.allocate_experts
         experts = make(len(local), c.hidden_size, c.moe_intermediate_size, self.dtype)
+        if hasattr(experts, "ue8m0"):  # kernels that scale rows as weights are scaled have it
+            parts["powers"] = pool.submit(self.read.scales_are_powers, self._fp8_names(p + "mlp."))
         parts["stores"] = [
             pool.submit(self._store, p + "mlp.", expert, experts, where, stay)
             for expert, where in slots.items()
@@ -134,6 +136,16 @@ class WeightLoader:
         )
         parts["moe"] = (row, experts, layout)
         return parts
+
+    def _fp8_names(self, p: str) -> list[str]:
+        """Of all experts of the layer, wherever they live, and of the shared one: how rows are
+        quantised for one of them must depend on no other's whereabouts."""
+        c = self.config
+        owners = [f"{p}experts.{expert}." for expert in range(c.n_routed_experts)]
+        if c.n_shared_experts:
+            owners.append(f"{p}shared_experts.")
+        names = [f"{owner}{n}.weight" for owner in owners for n in _EXPERT_PARTS]
+        return [name for name in names if self.read.stays_fp8(name)]
 
     def _experts_stay_fp8(self, p: str) -> bool:
         """Of all experts of the layer, wherever they live, so that slots are alike on all ranks."""
@@ -285,10 +297,15 @@ def _join(parts: dict[str, Any]) -> LayerWeights:
     ffn = result("ffn")
     if ffn is None:
         row, experts, layout = parts["moe"]
-        if getattr(experts, "ue8m0", False):  # kernels that treat such scales otherwise have it
-            layout += ", scales are powers of two"
+        shared: tuple[MlpWeights, ...] = result("shared") or ()
+        if (powers := result("powers")) is not None:
+            linears = [linear for mlp in shared for linear in (mlp.gate_up, mlp.down)]
+            for weight in (experts, *(w for w in linears if hasattr(w, "ue8m0"))):
+                weight.ue8m0 = powers  # a shared expert gives beside slots what it gives in them
+            if powers:
+                layout += ", scales are powers of two"
         gate, bias = result("gate")
-        ffn = MoeWeights(row, gate, bias, experts, result("shared") or (), layout)
+        ffn = MoeWeights(row, gate, bias, experts, shared, layout)
     return LayerWeights(result("input_norm"), result("post_norm"), result("attention"), ffn)
 
 

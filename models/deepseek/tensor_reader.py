@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.deepseek.checkpoint import LoadPlan
-from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_to_float
+from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, powers_of_two, scale_to_float
 from models.deepseek.kernels.base import Kernels, LinearWeight
 from models.deepseek.layout import SCALE_SUFFIX
 from models.deepseek.shared import cut, dequantise_piece, piece_region
@@ -128,6 +128,13 @@ class TensorReader:
     def scale(self, name: str) -> Tensor:
         """fp32 scales of the FP8 weight `name`."""
         return self._checked_scale(name + SCALE_SUFFIX, self.index.read(name + SCALE_SUFFIX))
+
+    def scales_are_powers(self, names: Iterable[str]) -> bool:
+        """Whether all scales of these FP8 weights, of whichever rank, are powers of two. Headers
+        tell it of E8M0; the others are looked at until one is none: 1/16384 of the weights."""
+        stored = [self.index.tensors[name + SCALE_SUFFIX] for name in names]
+        told = self.index.peek(scale.name for scale in stored if scale.dtype != "F8_E8M0")
+        return all(powers_of_two(scale_to_float(scale)) for scale in told)
 
     def vector(self, name: str) -> Tensor:
         value = self.index.read(name).to(torch.float32, copy=True).to(self.device)

@@ -56,6 +56,7 @@ def stored(ue8m0: bool, by: TritonKernels = OURS) -> Any:
         shapes = (WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)
         parts = [quantise_weight(torch.randn(*s, generator=g) / 8, ue8m0=ue8m0) for s in shapes]
         weights.store_fp8(slot, *(Fp8Rows.of(*part) for part in parts))
+    weights.ue8m0 = ue8m0  # as the loader finds all scales of a layer to be
     return weights
 
 
@@ -155,6 +156,7 @@ def test_an_expert_that_moved(arch: int) -> None:
     there.store_fp8(
         1, *(Fp8Rows.of(*quantise_weight(p.float(), ue8m0=True)) for p in here.fetch(0))
     )
+    there.ue8m0 = True
     rows = received(Layout.ROUTED, WireFormat.MODEL, 0)
     for slot in (0, 2):
         assert there.bundle(slot).nbytes == OURS_BYTES == here.bundle(slot).nbytes
@@ -181,6 +183,7 @@ def test_low_latency_rows_as_they_arrive(arch: int, wire: WireFormat) -> None:
         shapes = (WIDE, hidden), (WIDE, hidden), (hidden, WIDE)
         parts = [quantise_weight(torch.randn(*s, generator=g) / 45, ue8m0=True) for s in shapes]
         weights.store_fp8(slot, *(Fp8Rows.of(*part) for part in parts))
+    weights.ue8m0 = True
 
     def body(group: EPGroup) -> list[Tensor]:
         d = EmulatedLowLatencyDispatcher(group, config)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispatch.fp8 import pack_exponents
 from ep.bundle import Bundle
-from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, scale_shape
+from models.deepseek.fp8 import BLOCK, Fp8Rows, dequantise_weight, powers_of_two, scale_shape
 from models.deepseek.kernels.errors import KernelArgumentError
 from models.deepseek.kernels.gpu.scales import COLUMN_ALIGNMENT
 
@@ -25,11 +25,6 @@ def words_of(scales: Tensor, rows: int) -> Tensor:
     packed = pack_exponents(scales).repeat_interleave(BLOCK, -2)[..., :rows, :]
     columns = packed.new_empty((*packed.shape[:-2], packed.shape[-1], rows))
     return columns.transpose(-1, -2).copy_(packed)
-
-
-def powers_of_two(scales: Tensor) -> bool:
-    """Whether all scales are: then activations are scaled by powers of two as well (UE8M0)."""
-    return bool((torch.frexp(scales).mantissa == 0.5).all())
 
 
 class TritonLinearWeight:
@@ -112,8 +107,9 @@ class TritonFp8ExpertWeights:
     a multiple of 128, where gate, up and down are 0: so up begins with a block. words: the scales
     of both once more (words_of), a slot's made again as often as it is stored; no part of a bundle.
 
-    ue8m0 is what store_fp8 has seen: False where nothing was stored, so ranks should not begin
-    without an expert."""
+    ue8m0: rows for these slots get scales that are powers of two, as the weights' are. Who loads
+    says so, where it holds for every expert that may ever lie here (law 5: what an expert gives may
+    not depend on which others share its rank); until then any scales, which is never wrong."""
 
     def __init__(
         self,
@@ -143,11 +139,7 @@ class TritonFp8ExpertWeights:
             self.down_words = words_of(self.down_scales, tall[0])
         of_words = [w.nbytes for w in (self.gate_up_words, self.down_words) if w is not None]
         self.nbytes = sum(stack.nbytes for stack in self._stacks()) + sum(of_words)
-        self._stored = self._others = False  # only ever set: slots are stored by several threads
-
-    @property
-    def ue8m0(self) -> bool:
-        return self._stored and not self._others
+        self.ue8m0 = False
 
     def store(self, slot: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         raise KernelArgumentError("these experts are kept in e4m3: use store_fp8")
@@ -159,10 +151,7 @@ class TritonFp8ExpertWeights:
                 raise KernelArgumentError(f"scales differ among rows of one {BLOCK}")
             codes.view(torch.uint8).copy_(rows.values.view(torch.uint8))
             scales.copy_(of_blocks)
-            if not powers_of_two(of_blocks):
-                self._others = True
         self._pack(slot)
-        self._stored = True
 
     def fetch(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, down = (
