@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.text import Text
 
 from launch.bench import kernels_compiled
 from launch.bench.compile_pool import Failed, compile_all
-from launch.bench.kernels_compiled import KernelCompilation
+from launch.bench.kernels_compiled import MARKS, KernelCompilation
 from models.deepseek.kernels.gpu import compiled
 from models.deepseek.kernels.gpu.compiled import Recorded, read_record, write_record
 from models.deepseek.kernels.gpu.errors import CompileFailed
@@ -163,6 +164,60 @@ def test_renewed_it_is_the_record(record: Path, capsys: pytest.CaptureFixture[st
     run(capsys, 0, renew=True)
     known = {(case.name, case.config) for case in all_cases()}
     assert {key[:2] for key in read_record(record)[1]} == known
+
+
+@pytest.mark.parametrize("page", [None, f"a\n{MARKS[0]}\nold\n{MARKS[1]}\nb\n"])
+def test_an_empty_record_renewed_says_so(
+    record: Path, capsys: pytest.CaptureFixture[str], page: str | None
+) -> None:
+    """Not that --renew would do it; and last what became of record and table."""
+    write_record(triton.__version__, [], record)
+    benchmarks = record.parent / "BENCHMARKS.md"
+    if page is not None:
+        benchmarks.write_text(page)
+    assert KernelCompilation("", renew=True).run(as_json=False) == 0
+    said = capsys.readouterr()
+    line = said.out.splitlines()[-1]
+    assert line.startswith("nothing compared: none of these ") and "--renew" not in line
+    assert line.endswith(" was in the record; they are recorded now")
+    last = said.err.splitlines()[-1]
+    if page is None:
+        assert last.startswith("moeserve: renewed: compiled.json; without the table of BENCHMARKS")
+    else:
+        assert last == "moeserve: renewed: compiled.json, BENCHMARKS.md"
+        text = benchmarks.read_text()
+        assert "old" not in text and text.startswith("a\n<!--") and text.endswith("-->\nb\n")
+
+
+@pytest.mark.parametrize("marks", [MARKS[:1], MARKS[1:], MARKS[::-1], (*MARKS, MARKS[1]), ()])
+def test_a_page_without_the_tables_place_is_refused_before_any_work(
+    record: Path, monkeypatch: pytest.MonkeyPatch, marks: tuple[str, ...]
+) -> None:
+    """Without the end mark all behind the table would be lost."""
+    monkeypatch.setattr(kernels_compiled, "compile_all", None)
+    page = record.parent / "BENCHMARKS.md"
+    page.write_text("\n".join(["a", *marks, "b"]))
+    before = page.read_text(), record.read_text()
+    with pytest.raises(ConfigError, match="BENCHMARKS.md: the table's place must stand in it once"):
+        KernelCompilation("", renew=True).run(as_json=False)
+    assert (page.read_text(), record.read_text()) == before
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_the_table_folds_on_a_terminal(
+    record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Nothing of it is cut off; in a pipe it is as wide as it likes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = replace(next(iter(read_record(record)[1].values())).report, kernel="k" * 50)
+    kernels_compiled._show("title", [report])
+    shown = Text.from_ansi(capsys.readouterr().out).plain
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("k") == 51 and "…" not in shown  # one in the heading
+    monkeypatch.delenv("FORCE_COLOR")
+    kernels_compiled._show("title", [report])
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 100
 
 
 def test_a_line_of_a_failure_names_its_kernel() -> None:

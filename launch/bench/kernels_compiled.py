@@ -7,7 +7,6 @@ change: compiled.py there.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -59,31 +58,34 @@ class Compiled:
     def compared(self) -> int:
         return len(self.reports) - self.new
 
-    def lines(self) -> list[str]:
-        """Below the table."""
+    def lines(self, renewed: bool = False) -> list[str]:
+        """Below the table. renewed: what the record had not is in it now."""
         said = [f"failed: {one.line}" for one in self.failed[:NAMED]]
         if len(self.failed) > NAMED:
             said.append(f"failed: {len(self.failed) - NAMED} more (all in the JSON)")
         said += [f"worse: {line}" for line in self.worse]
         if not self.reports:
             return said
+        then = "they are recorded now" if renewed else "--renew records them"
         if not self.compared:
-            return [*said, f"nothing compared: {self._why_not()}; --renew records them"]
+            return [*said, f"nothing compared: {self._why_not(renewed)}; {then}"]
         worse = len(self.worse) or "nothing"
         said.append(
             f"beside the record (triton {self.recorded_with}): {self.compared} compared, {worse} "
             "worse"
         )
         if self.new:
-            said.append(f"not recorded: {self.new} of {len(self.reports)}; --renew records them")
+            said.append(f"not recorded: {self.new} of {len(self.reports)}; {then}")
         return said
 
-    def _why_not(self) -> str:
+    def _why_not(self, renewed: bool) -> str:
+        """Of the record as it was before."""
+        was = "was" if renewed else "is"
         if not self.recorded_with:
-            return "there is no record"
+            return f"there {was} no record"
         if self.recorded_with != self.triton:
-            return f"the record is of triton {self.recorded_with}, this is {self.triton}"
-        return f"none of these {len(self.reports)} is in the record"
+            return f"the record {was} of triton {self.recorded_with}, this is {self.triton}"
+        return f"none of these {len(self.reports)} {was} in the record"
 
     def exit_code(self, renewed: bool) -> int:
         if self.failed or (self.worse and not renewed):
@@ -142,19 +144,22 @@ class KernelCompilation:
             version, record = read_record(*kept_apart(triton.__version__))
         except (RecordUnreadable, TritonMissing) as error:
             found.append(f"--compile-only: {error}")
+        if self.renew:
+            found += page_faults(HOME / BENCHMARKS)
         refuse(found)
         done = self._compile(tasks, version, record)
-        if self.renew and not done.failed:
-            renew(done.tasks, done.reports, done.triton)
+        said = "not renewed: the record is of kernels that all compile"
+        if renewed := self.renew and not done.failed:
+            said = renew(done.tasks, done.reports, done.triton)
         tell: Callable[[str], None] = say
         if not as_json:
             made = counted(done.compiled, "compilation")
             _show(f"{made} by triton {done.triton} in {done.seconds:.0f} s", done.reports)
             tell = print
-        for line in done.lines():
+        for line in done.lines(renewed):
             tell(line)
-        if self.renew and done.failed:
-            say("not renewed: the record is of kernels that all compile")
+        if self.renew:
+            say(said)
         if as_json:
             only_json(done.as_json() | {"machine": describe_machine()})
         return done.exit_code(self.renew)
@@ -219,8 +224,23 @@ def unchanged(tasks: Sequence[Task], version: str) -> dict[Task, CompileReport]:
     }
 
 
-def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str) -> None:
-    """Write the record, and in a checkout the table between the marks in BENCHMARKS.md."""
+def page_faults(page: Path) -> list[str]:
+    """Why the table cannot be renewed in it. Where there is no such page (no checkout), it need not
+    be."""
+    if not page.exists():
+        return []
+    try:
+        text = page.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"--renew: {page}: cannot be read: {getattr(error, 'strerror', None) or error}"]
+    if all(text.count(mark) == 1 for mark in MARKS) and text.index(MARKS[0]) < text.index(MARKS[1]):
+        return []
+    return [f"--renew: {page}: the table's place must stand in it once: {MARKS[0]} ... {MARKS[1]}"]
+
+
+def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str) -> str:
+    """Write the record, and in a checkout the table between the marks in BENCHMARKS.md. Returns
+    what was done, in words."""
     from models.deepseek.kernels.gpu.compiled import (
         RECORD,
         Recorded,
@@ -240,12 +260,14 @@ def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str)
         ],
         *(apart := kept_apart(version)),
     )
-    said = [path.name for path in apart] or [RECORD.name]
+    said = f"renewed: {', '.join(path.name for path in apart) or RECORD.name}"
     page = HOME / BENCHMARKS
-    if not apart and page.exists() and MARKS[0] in page.read_text():
-        page.write_text(with_table(page.read_text(), markdown(reports)))
-        said.append(page.name)
-    print(f"renewed: {', '.join(said)}", file=sys.stderr)
+    if apart:  # another compiler's: the table is of one
+        return said
+    if not page.exists():
+        return f"{said}; without the table of {page.name}, which is not in {HOME}"
+    page.write_text(with_table(page.read_text(), markdown(reports)))
+    return f"{said}, {page.name}"
 
 
 def with_table(page: str, table: str) -> str:
@@ -260,13 +282,14 @@ def _show(title: str, reports: Sequence[CompileReport]) -> None:
 
     from models.deepseek.kernels.gpu.compiled import unit_of, wide_loads
 
+    console = wide_console()
     table = Table(title=title, title_justify="left")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("configuration")
-    table.add_column("for")
+    table.add_column("kernel", no_wrap=not console.is_terminal, overflow="fold")
+    table.add_column("configuration", overflow="fold")
+    table.add_column("for", overflow="fold")
     for name in ("registers", "spills", "shared KiB", "wide loads"):
-        table.add_column(name, justify="right")
-    table.add_column("matrix unit")
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("matrix unit", overflow="fold")
     for report in reports:
         table.add_row(
             report.kernel,
@@ -278,4 +301,4 @@ def _show(title: str, reports: Sequence[CompileReport]) -> None:
             str(wide_loads(report)),
             unit_of(report),
         )
-    wide_console().print(table)
+    console.print(table)
