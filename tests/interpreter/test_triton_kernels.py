@@ -106,7 +106,7 @@ def test_no_rows_at_all(checkpoints: dict[str, Path], name: str) -> None:
 
 def test_fast_mode_expands_long_prompts(checkpoints: dict[str, Path]) -> None:
     """Naive attention for a sequence with many new tokens, absorbed for the one beside it."""
-    model = load(checkpoints["v3"], TritonKernels(), deterministic=False)
+    model = load(checkpoints["v3"], TritonKernels(fast=True), deterministic=False)
     twin = load(checkpoints["v3"], W8A8(), deterministic=False)
     model._naive_from = twin._naive_from = 4
     steps = {0: PROMPT, 1: [7, 8]}
