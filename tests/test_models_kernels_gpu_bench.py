@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from fake_cuda import CUDA, fake_cuda
 
+from models.deepseek.kernels.gpu.bench import attention
+from models.deepseek.kernels.gpu.bench.case import BY_LOAD
 from models.deepseek.kernels.gpu.bench.clock import CudaClock, HostClock
 from models.deepseek.kernels.gpu.bench.limits import Limits, measure_limits
 from models.deepseek.kernels.gpu.bench.rivals import DeepGemm
 from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
-from models.deepseek.kernels.gpu.bench.sizes import V3
+from models.deepseek.kernels.gpu.bench.sizes import TINY, V3
 from models.deepseek.kernels.gpu.bench.winners import (
     FastestMla,
     Winners,
@@ -123,6 +126,23 @@ def row(rows: int, context: int, flash: float, difference: float = 0.001, fp8: i
         "mla_decode", f"{rows} x {context}", key, "memory", 1.0, 1, 1, ours=2.0,
         rivals={"flash_mla": flash, "torch": 0.1}, differences={"flash_mla": difference},
     )  # fmt: skip
+
+
+def test_a_table_has_ours_as_fast_mode_runs_it() -> None:
+    """Cut by load, where that was measured; nobody else did the same: no winner."""
+    both = replace(row(8, 4096, 1.0), rivals={"flash_mla": 1.0, BY_LOAD: 0.5})
+    both = replace(both, differences={"flash_mla": 0.001, BY_LOAD: 0.001})
+    table = Winners.from_rows("chip", [both])
+    assert table.of["mla_decode"][0].seconds == {OURS: 0.5, "flash_mla": 1.0}
+    assert table.of["mla_decode"][0].name == OURS and both.winner == BY_LOAD
+    alone = replace(both, rivals={BY_LOAD: 0.5}, differences={BY_LOAD: 0.001})
+    assert Winners.from_rows("chip", [alone]).of == {}
+
+
+@pytest.mark.parametrize(("context", "differs"), [(40, False), (4096, True)])
+def test_decode_is_timed_both_ways_where_they_differ(context: int, differs: bool) -> None:
+    case = attention._decode_case(TINY, 1, context, 1, False, CPU)
+    assert (BY_LOAD in case.make().rivals) is differs
 
 
 def test_winners_are_those_of_the_nearest_shape(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """MLA: decode over a paged cache in bf16 and FP8, prefill with and without a prefix, cache write.
 
-Beside decode: FlashMLA and FlashInfer through the adapters a runner uses, and plain torch, which
-gathers what it attends to (bf16, up to `Sizes.torch_positions`). Beside prefill: torch's scaled
-dot-product attention over keys that are expanded at once.
+Beside decode (ours is cut at fixed positions): the same cut by load, as fast mode has it, FlashMLA
+and FlashInfer through the adapters a runner uses, and plain torch, which gathers what it attends to
+(bf16, up to `Sizes.torch_positions`). Beside prefill: torch's scaled dot-product attention over
+keys that are expanded at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.deepseek.kernels.gpu import mla_cache, mla_decode, mla_prefill
-from models.deepseek.kernels.gpu.bench.case import Case, Prepared, largest_difference
+from models.deepseek.kernels.gpu.bench.case import BY_LOAD, Case, Prepared, largest_difference
 from models.deepseek.kernels.gpu.bench.rivals import arch_of
 from models.deepseek.kernels.gpu.bench.sizes import Sizes
 from models.deepseek.kernels.gpu.dense import dense
@@ -23,7 +24,7 @@ from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep
 from models.deepseek.kernels.gpu.mla_flash_mla import FlashMla
 from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
-from models.deepseek.kernels.gpu.mla_plan import plan_decode
+from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, DecodePlan, plan_decode
 from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import row_bytes
 from models.interface import ForwardBatch
@@ -138,12 +139,16 @@ def _make_decode(
         step = MlaStep(plan, batch.block_tables, s.scale, lengths)
         problem = MlaProblem(s.heads, s.rank, s.rope, s.block, arch_of(device), fp8=fp8)
 
-        def ours() -> Tensor:
-            return mla_decode.mla_decode(q, layer, plan, batch.block_tables, s.scale, rope=s.rope)[
-                0
-            ]
+        def cut(plan: DecodePlan) -> Callable[[], Tensor]:
+            return lambda: mla_decode.mla_decode(
+                q, layer, plan, batch.block_tables, s.scale, rope=s.rope
+            )[0]
 
+        ours = cut(plan)
         rivals: dict[str, Callable[[], object]] = {}
+        cuts = mla_decode.cuts_by_load(s.heads, device, fp8)
+        if cuts.parts(lengths) != DETERMINISTIC.parts(lengths):
+            rivals[BY_LOAD] = cut(plan_decode(batch, s.heads, s.rank, partitions=cuts))
         absent = {}
         for backend in (FlashMla(), FlashInferMla()):
             why = backend.refusal(problem)

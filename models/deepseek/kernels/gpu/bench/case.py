@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.deepseek.kernels.gpu.cost import KernelCost
 
+BY_LOAD = "ours by load"  # a rival that is ours too, in fast mode
 Call = Callable[[], "Tensor | object"]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from models.deepseek.kernels.errors import KernelTableError
+from models.deepseek.kernels.gpu.bench.case import BY_LOAD
 from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
 from models.deepseek.kernels.gpu.bench.sizes import V3
 from models.deepseek.kernels.gpu.choice import Failures, at_most
@@ -59,15 +60,16 @@ class Winners:
     def from_rows(cls, device: str, rows: Iterable[Row]) -> Winners:
         of: dict[str, list[Winner]] = {}
         for row in rows:
-            if not row.error and row.differences:  # somebody else did the same
+            if not row.error and row.differences.keys() - {BY_LOAD}:  # others did the same
                 seconds = {
                     n: t
                     for n, t in row.rivals.items()
                     if n in row.differences and n not in row.wrong
                 }
-                of.setdefault(row.kernel, []).append(
-                    Winner(row.key, row.winner, {OURS: row.ours} | seconds)
-                )
+                ours = seconds.pop(BY_LOAD, row.ours)  # a table is for fast mode
+                times = {OURS: ours} | seconds
+                won = min(times, key=lambda name: times[name])
+                of.setdefault(row.kernel, []).append(Winner(row.key, won, times))
         return cls(device, of)
 
     def pick(self, kernel: str, among: Iterable[str], **shape: int) -> str | None:
