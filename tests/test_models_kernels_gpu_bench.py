@@ -35,6 +35,23 @@ from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, DecodePlan
 from models.deepseek.kernels.gpu.registry import all_cases as compiled_cases
 
 CPU = torch.device("cpu")
+# Compiled kernels timed under another name: with what they are part of, or as it is called.
+TIMED_AS = {
+    "dense_grouped": "dense_per_head",
+    "greedy": "argmax",
+    "grouped_gemm_contiguous": "grouped_contiguous",
+    "grouped_gemm_masked": "grouped_masked",
+    "mla_merge": "mla_decode",
+    "quant": "quantise",
+    "quant_silu_mul": "silu_quantise",
+    "router": "gate",
+    "row_peaks": "argmax",
+    "sample_draw": "sample",
+    "sample_probs": "sample",
+    "sort_count": "sort_pairs",
+    "sort_place": "sort_pairs",
+    "sort_scan": "sort_pairs",
+}
 
 
 class FakeCuda:
@@ -69,6 +86,9 @@ class FakeCuda:
     def empty_cache(self) -> None:
         self.emptied += 1
 
+    def mem_get_info(self) -> tuple[int, int]:
+        return 5 << 30, 8 << 30
+
     @contextmanager
     def graph(self, graph: Any) -> Any:
         if not self.captures:
@@ -89,7 +109,7 @@ def test_a_clock_of_events_captures_where_it_can(captures: bool) -> None:
         assert len(calls) == 8
         assert timing.note == "not captured: operation not permitted when stream is capturing"
     clock.rest()
-    assert api.emptied == 1
+    assert api.emptied == 1 and clock.room() == 5 << 30 and HostClock().room() is None
 
 
 def test_a_clock_stops_at_many_runs() -> None:
@@ -236,10 +256,17 @@ def test_every_kernel_has_a_check_on_a_device() -> None:
     assert [name for name, there in zip(MODULES, found, strict=True) if not there] == []
 
 
+def test_every_kernel_is_timed() -> None:
+    timed = {case.kernel for case in all_cases(V3, CPU)}
+    compiled = {case.name for case in compiled_cases()}
+    assert compiled - timed == TIMED_AS.keys() and timed >= set(TIMED_AS.values())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is built for Linux only")
 def test_every_shape_of_v3_is_walked_on_a_device_that_is_not_there() -> None:
     """Made, launched and beside torch, with fake tensors: no shape is refused, nothing waits for
-    the device (so it can be captured), and no launch has types that nobody compiles."""
+    the device (so it can be captured), no launch has types that nobody compiles, and no kernel is
+    never timed."""
     with warnings.catch_warnings(), fake_cuda() as fake, torch.inference_mode():
         warnings.simplefilter("ignore")  # the address of a fake tensor is asked for
         for case in all_cases(V3, CUDA):
@@ -250,4 +277,6 @@ def test_every_shape_of_v3_is_walked_on_a_device_that_is_not_there() -> None:
             for call in prepared.rivals.values():
                 call()
         assert uncovered(fake.launches, compiled_cases()) == []
+        timed = {launch.kernel for launch in fake.launches}
+        assert {c.name for c in compiled_cases() if c.kernel not in timed} == set()
         assert {str(d) for launch in fake.launches for d in launch.devices} == {"cuda:0"}

@@ -34,6 +34,9 @@ class Once:
     def rest(self) -> None:
         return None
 
+    def room(self) -> int | None:
+        return 1 << 20
+
 
 def families() -> list[Case]:
     """The first case of each kernel, and both forms of a cache."""
@@ -61,11 +64,20 @@ def test_v3_shapes_are_those_that_were_asked_for() -> None:
     cases = all_cases(V3, CPU)
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
-    assert all(case.first for case in cases[: sum(case.first for case in cases)])
+    kernels = {case.kernel for case in cases}
+    assert {case.kernel for case in cases[: len(kernels)]} == kernels, "one of each is first"
+    behind = [case.first for case in cases[len(kernels) :]]
+    assert behind == sorted(behind, reverse=True)
     decode = [c.key for c in cases if c.kernel == "mla_decode"]
-    assert {k["rows"] for k in decode} >= {1, 128, 256}
-    assert {k["context"] for k in decode} == {1024, 4096, 32768, 131072}
-    assert {c.key["experts"] for c in cases if c.kernel == "grouped_masked"} == {1, 2, 8, 32}
+    assert {(k["rows"], k["context"], k["fp8"]) for k in decode} >= {
+        (rows, context, fp8)
+        for rows in (1, 128, 256)
+        for context in (1024, 4096, 32768, 131072)
+        for fp8 in (0, 1)
+    }
+    for form in ("masked", "contiguous"):
+        of_form = [c for c in cases if c.kernel == f"grouped_{form}"]
+        assert {c.key["experts"] for c in of_form} == {1, 2, 8, 32}
     prefill = [c for c in cases if c.kernel == "mla_prefill"]
     assert {c.key["rows"] for c in prefill} >= {16384}
     assert max(c.key["rows"] for c in cases if c.kernel == "fp8_gemm") == 16384
@@ -113,3 +125,29 @@ def test_a_budget_ends_it_and_names_what_is_left() -> None:
     cases = [fake_case(name, Prepared(lambda: time.sleep(0.02))) for name in "abc"]
     done = measure_all(cases, Once(), LIMITS, 0.01)
     assert [row.shape for row in done.rows] == ["a"] and done.left == ["fake b", "fake c"]
+
+
+def test_the_first_ones_are_measured_whatever_the_time_and_all_is_kept_as_it_comes() -> None:
+    cases = [fake_case(name, Prepared(lambda: time.sleep(0.02))) for name in "abcd"]
+    seen = []
+    done = measure_all(cases, Once(), LIMITS, 0.0, least=2, keep=seen.append)
+    assert [row.shape for row in done.rows] == ["a", "b"] and len(done.left) == 2
+    assert [(len(m.rows), m.left) for m in seen] == [
+        (1, ["fake b", "fake c", "fake d"]),
+        (2, ["fake c", "fake d"]),
+    ]
+
+
+def test_what_a_device_has_no_room_for_is_left_out_with_a_reason() -> None:
+    large = replace(fake_case("large", RuntimeError("out of memory")), memory=3 << 30)
+    small = replace(fake_case("small", Prepared(lambda: None)), memory=1 << 20)
+    done = measure_all([large, small], Once(), LIMITS, 60)
+    assert [row.shape for row in done.rows] == ["small"] and not done.left and not done.failed
+    assert done.too_large == {"fake large": "takes 3.0 GiB, 0.0 GiB are free"}
+
+
+def test_a_cache_is_counted_whole() -> None:
+    """256 sequences of 128K positions: 2048 blocks each, 1152 bytes a position in bf16."""
+    found = {c.shape: c.memory for c in all_cases(V3, CPU) if c.kernel == "mla_decode"}
+    assert 0 <= found["256 x 131072 bf16"] - 256 * 131072 * 1152 <= 4 << 30
+    assert 0 <= found["256 x 131072 fp8"] - 256 * 131072 * 656 <= 4 << 30

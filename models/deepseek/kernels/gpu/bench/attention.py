@@ -1,4 +1,5 @@
-"""MLA: decode over a paged cache in bf16 and FP8, prefill with and without a prefix, cache write.
+"""MLA: decode over a paged cache in bf16 and FP8, prefill with and without a prefix, cache write
+and read.
 
 Beside decode (ours is cut at fixed positions): the same cut by load, as fast mode has it, FlashMLA
 and FlashInfer through the adapters a runner uses, and plain torch, which gathers what it attends to
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.deepseek.kernels.gpu import mla_cache, mla_decode, mla_prefill
+from models.deepseek.kernels.gpu import mla_cache, mla_decode, mla_gather, mla_prefill
 from models.deepseek.kernels.gpu.bench.case import BY_LOAD, Case, Prepared, largest_difference
 from models.deepseek.kernels.gpu.bench.rivals import arch_of
 from models.deepseek.kernels.gpu.bench.sizes import Sizes
@@ -25,19 +26,20 @@ from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep
 from models.deepseek.kernels.gpu.mla_flash_mla import FlashMla
 from models.deepseek.kernels.gpu.mla_flashinfer import FlashInferMla
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, DecodePlan, plan_decode
-from models.deepseek.kernels.gpu.mla_prefill_plan import plan_prefill
+from models.deepseek.kernels.gpu.mla_prefill_plan import GATHER_TILE, plan_prefill
 from models.deepseek.kernels.gpu.mla_rows import row_bytes
+from models.deepseek.kernels.gpu.scatter_rows import scatter_cost, scatter_rows
 from models.interface import ForwardBatch
 
 BF16 = torch.bfloat16
+BESIDE_CACHE = 2 << 30  # bytes: queries, results, parts, what a clock writes over
 
 
 def attention_cases(s: Sizes, device: torch.device) -> Iterator[Case]:
     for fp8 in (False, True):
         for rows in s.decode:
             for context in s.contexts:
-                if rows * context <= s.most_positions:
-                    yield _decode_case(s, rows, context, 1, fp8, device)
+                yield _decode_case(s, rows, context, 1, fp8, device)
     yield _decode_case(s, s.decode[-2], s.contexts[0], 3, False, device)
     for prompts in s.prompts:
         told = " + ".join(f"{new} behind {prefix}" for new, prefix in dict.fromkeys(prompts))
@@ -64,6 +66,24 @@ def attention_cases(s: Sizes, device: torch.device) -> Iterator[Case]:
                 "none",
                 _make_write(s, tokens, fp8, device),
             )
+    for fp8 in (False, True):
+        yield Case(
+            "mla_gather",
+            f"{s.prefill} positions, {_kind(fp8)}",
+            {"rows": s.prefill, "fp8": int(fp8)},
+            mla_gather.cost(s.prefill, s.rank, s.rope, fp8),
+            "none",
+            _make_gather(s, fp8, device),
+        )
+    for tokens in (s.decode[-2], s.prefill):
+        yield Case(
+            "scatter_rows",
+            f"{tokens} rows",
+            {"rows": tokens},
+            scatter_cost(tokens, s.rank, s.rope),
+            "none",
+            _make_scatter(s, tokens, device),
+        )
 
 
 def paged_batch(
@@ -116,6 +136,7 @@ def _decode_case(
     s: Sizes, rows: int, context: int, each: int, fp8: bool, device: torch.device
 ) -> Case:
     drafts = f", {each} rows each" if each > 1 else ""
+    cache = rows * -(-context // s.block) * s.block * row_bytes(s.rank, s.rope, fp8)
     return Case(
         "mla_decode",
         f"{rows} x {context} {_kind(fp8)}{drafts}",
@@ -124,6 +145,7 @@ def _decode_case(
         "bf16",
         _make_decode(s, rows, context, each, fp8, device),
         first=each == 1 and context in (s.contexts[0], s.contexts[-1]),
+        memory=cache + BESIDE_CACHE,
     )
 
 
@@ -238,5 +260,58 @@ def _make_write(s: Sizes, tokens: int, fp8: bool, device: torch.device) -> Calla
             )
 
         return Prepared(ours)
+
+    return make
+
+
+def _make_gather(s: Sizes, fp8: bool, device: torch.device) -> Callable[[], Prepared]:
+    """A prefix of s.prefill positions, out of blocks that lie scattered."""
+
+    def make() -> Prepared:
+        batch = paged_batch([s.prefill], [1], s.block, device)
+        layer = random_layer(s, -(-s.prefill // s.block), fp8, device)
+        latent, key = mla_gather.room(s.prefill, s.rank, s.rope, device)
+        starts = range(0, s.prefill, GATHER_TILE)
+        told = [[0, at, min(GATHER_TILE, s.prefill - at), at, s.prefill, 0] for at in starts]
+        tiles = torch.tensor(told, dtype=torch.int32).to(device)
+
+        def ours() -> object:
+            mla_gather.gather_latents(tiles, batch.block_tables, layer, latent, key)
+            return latent
+
+        if fp8:
+            return Prepared(ours)
+        blocks = batch.block_tables.long()
+        parts = mla_gather.room(s.prefill, s.rank, s.rope, device)
+
+        def theirs() -> Tensor:
+            rows = layer[blocks].flatten(0, 2)[: s.prefill]
+            parts[0].copy_(rows[:, : s.rank])
+            parts[1].copy_(rows[:, s.rank :])
+            return parts[0]
+
+        return Prepared(ours, {"torch": theirs}, compare=largest_difference)
+
+    return make
+
+
+def _make_scatter(s: Sizes, tokens: int, device: torch.device) -> Callable[[], Prepared]:
+    def make() -> Prepared:
+        latent = torch.randn(tokens, s.rank, dtype=BF16, device=device)
+        key = torch.randn(tokens, s.rope, dtype=BF16, device=device)
+        blocks = -(-tokens // s.block)
+        layer = random_layer(s, blocks, False, device)
+        other, joined = layer.clone(), torch.cat((latent, key), 1)
+        slots = torch.randperm(blocks * s.block, device=device)[:tokens]
+
+        def ours() -> object:
+            scatter_rows(layer, latent, key, slots)
+            return layer
+
+        def theirs() -> object:
+            other.view(-1, s.width).index_copy_(0, slots, joined)
+            return other
+
+        return Prepared(ours, {"torch": theirs}, compare=largest_difference)
 
     return make

@@ -31,7 +31,7 @@ class Prepared:
 class Case:
     """kernel: a family, as winners are kept. key: what the shape is, by name. unit: fp8, bf16 or
     none: whose FLOPs its cost counts. first: of the shapes that come before all others when time is
-    short."""
+    short. memory: bytes that a device must have left, where that is more than any has for sure."""
 
     kernel: str
     shape: str
@@ -40,6 +40,7 @@ class Case:
     unit: str
     make: Callable[[], Prepared]
     first: bool = False
+    memory: int = 0
 
     @property
     def name(self) -> str:

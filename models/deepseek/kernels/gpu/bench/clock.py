@@ -40,6 +40,10 @@ class Clock(Protocol):
         """Behind a case: what it held is given back."""
         ...
 
+    def room(self) -> int | None:
+        """Bytes that are free; None: nobody knows (a case that wants too many raises)."""
+        ...
+
 
 class HostClock:
     """For CPUs: a walk of what is measured elsewhere."""
@@ -56,6 +60,9 @@ class HostClock:
 
     def rest(self) -> None:
         gc.collect()
+
+    def room(self) -> int | None:
+        return None
 
 
 class CudaClock:
@@ -92,6 +99,10 @@ class CudaClock:
     def rest(self) -> None:
         gc.collect()  # tensors are held by closures that know each other
         self._api.empty_cache()  # memory of graphs is theirs alone until then
+
+    def room(self) -> int | None:
+        free: int = self._api.mem_get_info()[0]
+        return free
 
     def _captured(self, call: Callable[[], object]) -> tuple[Callable[[], object], bool, str]:
         """What to run, whether it is a graph, and why it is none."""

@@ -165,7 +165,7 @@ def _make_masked(
 def _contiguous(s: Sizes, device: torch.device) -> Iterator[Case]:
     """Prefill: a step's tokens, top_k picks each, on the experts of this GPU (balanced)."""
     parts = {"gate_up": (2 * s.inter, s.hidden), "down": (s.hidden, s.inter)}
-    for experts in s.experts[1:]:
+    for experts in s.experts:
         each = -(-s.prefill * s.top_k // experts)
         each = -(-each // ROW_ALIGNMENT) * ROW_ALIGNMENT if s.prefill >= ROW_ALIGNMENT else each
         for name, (columns, width) in parts.items():

@@ -20,6 +20,7 @@ from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.gate import gate, gate_cost
 from models.deepseek.kernels.gpu.norm import (
     add_rms_norm,
+    rms_norm,
     rms_norm_cost,
     silu_mul,
     silu_mul_cost,
@@ -31,6 +32,8 @@ from models.deepseek.kernels.gpu.permute import (
     unpermute_cost,
 )
 from models.deepseek.kernels.gpu.rope import rope, rope_cost
+from models.deepseek.kernels.gpu.row_owners import cost as row_owners_cost
+from models.deepseek.kernels.gpu.row_owners import row_owners
 from models.deepseek.kernels.gpu.row_peaks import argmax, argmax_cost
 from models.deepseek.kernels.gpu.sampling import Cuts, sample, sample_cost
 from models.deepseek.kernels.gpu.sort_pairs import sort_pairs, sort_pairs_cost
@@ -51,6 +54,10 @@ def row_cases(s: Sizes, device: torch.device) -> Iterator[Case]:
         yield _case(
             "sort_pairs", rows, sort_pairs_cost(rows, s.top_k, slots), "none",
             _make_pairs(s, rows, slots, device),
+        )  # fmt: skip
+        yield _case(
+            "row_owners", rows * s.top_k, row_owners_cost(rows * s.top_k, slots), "none",
+            _make_owners(rows * s.top_k, slots, device),
         )  # fmt: skip
         pairs, groups = rows * s.top_k, -(-s.hidden // 128)
         yield _case(
@@ -84,6 +91,10 @@ def _norms(s: Sizes, rows: int, device: torch.device) -> Iterator[Case]:
         _make_norm(rows, hidden, device),
     )  # fmt: skip
     yield _case(
+        "rms_norm", rows, rms_norm_cost(rows, s.q_rank), "none",
+        _make_plain_norm(s, rows, device),
+    )  # fmt: skip
+    yield _case(
         "quantise", rows, quant.cost(rows, hidden), "none", _make_quant(rows, hidden, device)
     )
     yield _case(
@@ -114,6 +125,22 @@ def _make_norm(rows: int, hidden: int, device: torch.device) -> Make:
             return F.rms_norm(sums, (hidden,), narrow, 1e-6)
 
         return Prepared(lambda: add_rms_norm(residual, x, weight, 1e-6), {"torch": theirs})
+
+    return make
+
+
+def _make_plain_norm(s: Sizes, rows: int, device: torch.device) -> Make:
+    """Of queries, which lie beside latents and keys."""
+
+    def make() -> Prepared:
+        x = _normal(rows, s.q_rank + s.width, device=device)[:, : s.q_rank]
+        weight = torch.ones(s.q_rank, device=device)
+        narrow = weight.to(BF16)
+        return Prepared(
+            lambda: rms_norm(x, weight, 1e-6),
+            {"torch": lambda: F.rms_norm(x, (s.q_rank,), narrow, 1e-6)},
+            compare=largest_difference,
+        )
 
     return make
 
@@ -193,6 +220,21 @@ def _make_pairs(s: Sizes, rows: int, slots: int, device: torch.device) -> Make:
         return Prepared(
             lambda: sort_pairs(picks, slots),
             {"torch": lambda: picks.flatten().sort(stable=True)},
+        )
+
+    return make
+
+
+def _make_owners(rows: int, experts: int, device: torch.device) -> Make:
+    """Rows evenly over experts, as in a step of prefill."""
+
+    def make() -> Prepared:
+        ends = (torch.arange(1, experts + 1, device=device) * rows // experts).to(torch.int32)
+        at = torch.arange(rows, dtype=torch.int32, device=device)
+        return Prepared(
+            lambda: row_owners(rows, ends, 1),
+            {"torch": lambda: torch.searchsorted(ends, at, right=True)},
+            compare=largest_difference,
         )
 
     return make

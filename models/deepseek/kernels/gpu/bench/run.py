@@ -7,7 +7,7 @@ case that raises is a row that says so. Knows cases, a clock and limits; nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -80,11 +80,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """left: names of cases that time did not suffice for."""
+    """left: names of cases that time did not suffice for (while it lasts: that are still to come).
+    too_large: by name of case, why the device does not hold it."""
 
     rows: list[Row]
     left: list[str]
     seconds: float
+    too_large: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Row]:
@@ -92,14 +94,18 @@ class Measured:
 
 
 def all_cases(s: Sizes, device: torch.device, only: str = "") -> list[Case]:
-    """Those that come first at the front; only: whose name contains it."""
+    """One of each kernel at the front, then those that come first; only: whose name contains it."""
     cases = [
         case
         for made in (attention_cases, gemm_cases, row_cases)
         for case in made(s, device)
         if only in case.name
     ]
-    return sorted(cases, key=lambda case: not case.first)
+    cases.sort(key=lambda case: not case.first)
+    front: dict[str, Case] = {}
+    for case in cases:
+        front.setdefault(case.kernel, case)
+    return [*front.values(), *(case for case in cases if front[case.kernel] is not case)]
 
 
 def measure_all(
@@ -109,20 +115,37 @@ def measure_all(
     budget: float,
     progress: Progress = lambda name, done, total: None,
     each: float = SECONDS_EACH,
+    least: int = 0,
+    keep: Callable[[Measured], None] = lambda so_far: None,
 ) -> Measured:
-    """budget: seconds in all, compiling included; a case that has begun is finished."""
+    """budget: seconds in all, compiling included; a case that has begun is finished. least: so many
+    cases are measured whatever the time. keep: told behind each case what there is so far."""
     waiting = list(cases)
     began = time.monotonic()
     rows: list[Row] = []
+    too_large: dict[str, str] = {}
+
+    def so_far(done: int) -> Measured:
+        left = [case.name for case in waiting[done:]]
+        return Measured(list(rows), left, time.monotonic() - began, dict(too_large))
+
     for number, case in enumerate(waiting):
-        if time.monotonic() - began > budget:
-            left = [c.name for c in waiting[number:]]
-            return Measured(rows, left, time.monotonic() - began)
+        if number >= least and time.monotonic() - began > budget:
+            return so_far(number)
         progress(case.name, number, len(waiting))
-        rows.append(measure(case, clock, limits, each))
-        clock.rest()
+        free = clock.room() if case.memory else None
+        if free is not None and free < case.memory:
+            too_large[case.name] = f"takes {_gib(case.memory)}, {_gib(free)} are free"
+        else:
+            rows.append(measure(case, clock, limits, each))
+            clock.rest()
+        keep(so_far(number + 1))
     progress("done", len(waiting), len(waiting))
-    return Measured(rows, [], time.monotonic() - began)
+    return so_far(len(waiting))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 @torch.inference_mode()

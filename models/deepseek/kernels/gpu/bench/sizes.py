@@ -29,7 +29,6 @@ class Sizes:
     prefill: int = 16384
     experts: tuple[int, ...] = (1, 2, 8, 32)
     contexts: tuple[int, ...] = (1024, 4096, 32768, 131072)
-    most_positions: int = 128 * 32768  # of all sequences of a case, for the memory it takes
     torch_positions: int = 1 << 20  # plain torch gathers what it attends to
     # (new tokens, tokens before them) of each sequence
     prompts: tuple[tuple[tuple[int, int], ...], ...] = (
@@ -51,6 +50,6 @@ V3 = Sizes()
 TINY = Sizes(
     hidden=256, inter=128, dense_inter=256, heads=16, q_rank=128, rank=128, rope=16, nope=16,
     value=16, vocab=300, routed=16, groups=4, kept_groups=2, top_k=2, block=16, decode=(1, 3),
-    prefill=20, experts=(1, 2), contexts=(40,), most_positions=120, torch_positions=40,
+    prefill=20, experts=(1, 2), contexts=(40,), torch_positions=40,
     prompts=(((20, 0),), ((4, 30),)),
 )  # fmt: skip
