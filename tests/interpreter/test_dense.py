@@ -97,6 +97,14 @@ def test_grouped(dtype: torch.dtype, tile: DenseTile, alignment: int) -> None:
     assert close(got[real], want[real], x.nan_to_num(), weight.view(-1, 70))
 
 
+@pytest.mark.parametrize("places", [0, 5])
+def test_grouped_without_slots(places: int) -> None:
+    none = torch.zeros(0, dtype=torch.int32)
+    rows = torch.full((places,), -1, dtype=torch.int32)
+    x, weight = torch.ones(3, 64).bfloat16(), torch.ones(0, 16, 64).bfloat16()
+    assert dense_grouped(x, weight, rows, none, none, 4).shape == (places, 16)
+
+
 def test_grouped_without_pairs() -> None:
     layout = sort_pairs(torch.full((4, 2), -1, dtype=torch.int32), 3)
     x, weight = normal(4, 8), normal(3, 5, 8)

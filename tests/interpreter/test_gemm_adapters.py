@@ -396,6 +396,16 @@ def test_who_raises_at_a_later_size_keeps_the_others() -> None:
     assert gemms.choices == (f"{what}deep_gemm", *said)  # what is so now
 
 
+def test_no_expert_at_all() -> None:
+    adapter, double = library()
+    gemms, (b, b_scales) = Gemms(90, [adapter]), weight(2, 64, 128)
+    none, bounds = (b[:0], b_scales[:0]), torch.zeros(0, dtype=torch.int32)
+    assert gemms.contiguous(*rows(128, 128), *none, bounds).shape == (128, 64)
+    stacked = rows(2, 128, 128)
+    assert gemms.masked(stacked[0][:0], stacked[1][:0], *none, bounds).shape == (0, 128, 64)
+    assert not double.calls and all(x.endswith(": deep_gemm") for x in gemms.choices)
+
+
 def test_grouped_products_that_raise_later_are_ours_too() -> None:
     adapter, double = library()
     gemms = Gemms(90, [adapter])

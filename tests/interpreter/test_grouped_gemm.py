@@ -205,6 +205,19 @@ def test_no_room_at_all() -> None:
     assert grouped_gemm_contiguous(a[0], scales[0], b, b_scales, bounds).shape == (0, 64)
 
 
+@pytest.mark.parametrize("rows", [0, 5])
+def test_no_expert_at_all(rows: int) -> None:
+    """Nobody has the rows: they are not written."""
+    b, b_scales = weights(2, 64, 128)
+    b, b_scales, bounds = b[:0], b_scales[:0], torch.zeros(0, dtype=torch.int32)
+    a, scales = torch.empty(rows, 128, dtype=FP8), torch.empty(rows, 1)
+    assert grouped_gemm_contiguous(a, scales, b, b_scales, bounds).shape == (rows, 64)
+    out = grouped_gemm_contiguous(a, scales, b, b_scales, bounds, starts=bounds)
+    assert out.shape == (rows, 64)
+    held = torch.empty(0, rows, 128, dtype=FP8), torch.empty(0, rows, 1)
+    assert grouped_gemm_masked(*held, b, b_scales, bounds).shape == (0, rows, 64)
+
+
 def test_refusals() -> None:
     a, scales, bounds = masked_rows([2, 2], 4, 128, ScaleFormat.F32_ROW)
     b, b_scales = weights(2, 64, 128)

@@ -10,6 +10,7 @@ from dispatch.fp8 import dequantise_rows
 from models.deepseek.config import Rope
 from models.deepseek.kernels.gpu.errors import ShapeRefused
 from models.deepseek.kernels.gpu.mla_cache import write_latents, write_latents_twin
+from models.deepseek.kernels.gpu.mla_gather import gather_latents
 from models.deepseek.kernels.gpu.mla_rows import pack_rows_twin, read_rows_twin, row_bytes
 from models.deepseek.kernels.torch_kernels import TorchKernels
 from models.deepseek.rope import cos_sin_table
@@ -147,6 +148,16 @@ def test_wrong_shapes_are_refused() -> None:
         t.write(torch.tensor([0, 1]), torch.zeros(2, 16, 100).bfloat16())
     with pytest.raises(ShapeRefused, match="int64"):
         t.write(torch.tensor([0, 1], dtype=torch.int32), t.cache(False))
+    narrow = Tokens(2, rank=64)
+    for layer in (narrow.cache(True), narrow.cache(True)[:0]):
+        with pytest.raises(ShapeRefused, match="latent width 64: an FP8 cache has a multiple of"):
+            narrow.write(torch.tensor([0, 1]), layer)
+    latent, key = (torch.empty(16, n, dtype=torch.bfloat16) for n in (64, 32))
+    none = torch.zeros(1, 6, dtype=torch.int32)
+    with pytest.raises(ShapeRefused, match="an FP8 cache has a multiple of 128"):
+        gather_latents(none, none, narrow.cache(True), latent, key)
+    with pytest.raises(ShapeRefused, match="latent width 96"):
+        gather_latents(none, none, Tokens(2, 96).cache(False), latent.new_empty(16, 96), key)
     t.weight = t.weight.bfloat16()
     with pytest.raises(ShapeRefused, match="float32"):
         t.write(torch.tensor([0, 1]), t.cache(False))

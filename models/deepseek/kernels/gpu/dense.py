@@ -212,7 +212,7 @@ def dense_grouped(
     x = x if x.stride(1) == 1 else x.contiguous()
     places = pair_rows.shape[0]
     out = torch.empty(places, columns, dtype=x.dtype, device=x.device)
-    if out.numel():
+    if out.numel() and slots:
         tile = tile or tile_for(expected, x.dtype)
         tiles = triton.cdiv(places, tile.rows) + min(slots, places)  # the most that there can be
         dense_kernel[(tiles * triton.cdiv(columns, tile.columns), 1)](

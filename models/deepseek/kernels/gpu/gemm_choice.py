@@ -110,7 +110,7 @@ class Gemms:
         problem = problem_of(
             "contiguous", a_scales, b, self._arch, dtype, alignment=alignment, ue8m0=ue8m0
         )
-        each = -(-a.shape[0] // b.shape[0]) if expected_rows is None else expected_rows
+        each = -(-a.shape[0] // max(1, b.shape[0])) if expected_rows is None else expected_rows
         return self._run(problem, a, each, run)
 
     def masked(

@@ -110,7 +110,7 @@ class DeepGemm:
     ) -> Tensor:
         module, arch = self._checked("contiguous", a, a_scales, b, b_scales, dtype, alignment)
         out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device)
-        if not a.shape[0]:
+        if not out.numel() or not b.shape[0]:
             return out
         function = module.m_grouped_fp8_gemm_nt_contiguous
         stacked = back_to_back(b), _blocks_or_words(b_scales)
@@ -147,7 +147,7 @@ class DeepGemm:
         module, _ = self._checked("masked", a, a_scales, b, b_scales, dtype)
         experts, room, _ = a.shape
         out = torch.empty((experts, room, b.shape[1]), dtype=dtype, device=a.device)
-        if room:
+        if out.numel():
             expected = max(1, min(room, room if expected_rows is None else expected_rows))
             module.m_grouped_fp8_gemm_nt_masked(
                 (back_to_back(a), scales_of_rows(a_scales)),

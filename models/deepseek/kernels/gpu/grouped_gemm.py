@@ -145,7 +145,7 @@ def grouped_gemm_contiguous(
         raise ShapeRefused(f"alignment={alignment}: at least 1")
     rows = a.shape[0]
     out = torch.empty((rows, b.shape[1]), dtype=dtype, device=a.device)
-    expected = -(-rows // b.shape[0]) if expected_rows is None else expected_rows
+    expected = -(-rows // max(1, b.shape[0])) if expected_rows is None else expected_rows
     _launch(a, a_scales, b, b_scales, ends, out, rows, alignment, expected, starts)
     return out
 
@@ -176,7 +176,7 @@ def _launch(
         raise ShapeRefused(
             f"b={list(b.shape)}, strides {b.stride()}: experts must be whole rows apart, N or more"
         )
-    if not a.shape[0]:
+    if not a.shape[0] or not experts:
         return
     config = config_for(expected, columns, experts)
     flat = b.as_strided(((experts - 1) * apart + columns, width), (b.stride(1), 1))

@@ -15,7 +15,7 @@ from models.deepseek.kernels.gpu.aot import CompileCase
 from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.language import tl, triton
 from models.deepseek.kernels.gpu.mla_prefill_plan import GATHER_TILE
-from models.deepseek.kernels.gpu.mla_rows import cache_views, row_bytes
+from models.deepseek.kernels.gpu.mla_rows import cache_views, check_widths, row_bytes
 from models.deepseek.kernels.gpu.rounding import to_bf16
 
 
@@ -78,6 +78,7 @@ def gather_latents(
     """See mla_gather_kernel; latent [N, c] and key [N, r] bf16 are written where tiles say."""
     rank, rope = latent.shape[1], key.shape[1]
     views = cache_views(layer, rank, rope)
+    check_widths(rank, rope, latent.dtype, f"latent {tuple(latent.shape)}")
     if tiles.shape[0]:
         mla_gather_kernel[(tiles.shape[0],)](
             tiles, tables, views.latents, views.scales, views.ropes,

@@ -54,6 +54,8 @@ def cache_views(layer: Tensor, rank: int, rope: int) -> CacheViews:
             f"cache layer is {tuple(layer.shape)}, strides {layer.stride()}: must be [blocks, "
             f"block, {wanted}] and contiguous"
         )
+    if fp8 and rank % BLOCK:
+        raise ShapeRefused(f"latent width {rank}: an FP8 cache has a multiple of {BLOCK}")
     if layer.shape[1] not in BLOCK_SIZES:
         raise ShapeRefused(f"block size is {layer.shape[1]}: must be one of {BLOCK_SIZES}")
     if not fp8:
