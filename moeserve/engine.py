@@ -46,7 +46,10 @@ MAX_FAILED_STEPS = 3  # in a row, alone: then it is not the requests' fault
 
 class Engine:
     """info: what Ready tells the front end, and what of it changes later. kernel_choices: which
-    libraries serve now, in words. settings: hash of what shapes collectives."""
+    libraries serve now, in words. settings: hash of what shapes collectives. plans_ahead: a step
+    while the one before it runs."""
+
+    plans_ahead = False
 
     def __init__(
         self,
@@ -417,8 +420,11 @@ class Engine:
     @property
     def info(self) -> dict[str, object]:
         """As it is now; may be added to."""
+        self._info["ahead"] = self.plans_ahead
         if self.kernel_choices is not None:
             self._info["kernel_choices"] = self.kernel_choices()
+        if self.runner.graphs is not None:
+            self._info["graphs"] = self.runner.graphs.report()
         return self._info
 
     def stats(self, with_load: bool = True) -> RankStats:

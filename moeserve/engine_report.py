@@ -58,6 +58,7 @@ def rank_stats(engine: Engine, with_load: bool = True) -> RankStats:
         rebalance=None if engine.rebalancer is None else engine.rebalancer.stats(),
         speculation=None if engine.speculator is None else engine.speculator.stats(),
         kernel_choices=tuple(() if engine.kernel_choices is None else engine.kernel_choices()),
+        graphs=None if engine.runner.graphs is None else engine.runner.graphs.report(),
     )
 
 

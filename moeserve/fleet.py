@@ -17,6 +17,7 @@ from ep.placement import ExpertPlacement
 from moeserve import speculation_report, wire
 from moeserve.wire_experts import PlacementInUse
 
+_COMPUTE = ("device", "dtype", "kernels", "weights", "kv_cache_dtype", "ahead")  # of a rank's info
 RECENT_REPORTS = 12  # of expert load, every few seconds while there is work
 
 
@@ -197,6 +198,16 @@ class Fleet:
         if self.placement is not None:
             return self.placement.num_logical_experts
         return int(self.expert_totals().shape[1])
+
+    def compute(self) -> dict[str, object] | None:
+        """On what ranks compute, and how, in short; None until rank 0 is ready. graphs: rows of
+        captured steps, None where none are. All else: `/debug/state`."""
+        ready, stats = self.ranks[0].ready, self.ranks[0].stats
+        if ready is None or "device" not in ready.info:
+            return None
+        told = {name: ready.info.get(name) for name in _COMPUTE}
+        graphs = ready.info.get("graphs") if stats is None else stats.graphs
+        return told | {"graphs": graphs.get("rows") if isinstance(graphs, dict) else None}
 
     def dispatch(self) -> dict[str, object] | None:
         """Which dispatcher each phase has, why, why not others, and which ranks any rank leaves

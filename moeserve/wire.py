@@ -8,6 +8,8 @@ Knows: message types and bytes. Knows nothing of HTTP, text or scheduling.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from moeserve import wire_experts, wire_rebalance, wire_trace
@@ -139,6 +141,7 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
     part_seconds: dict[str, float] = {}  # of steps, by part (`StepRecorder.seconds`)
     speculation: SpeculationStats | None = None  # None: off
     kernel_choices: tuple[str, ...] = ()  # now: a library that fails is left
+    graphs: dict[str, Any] | None = None  # captured steps, now; None: none are
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -69,6 +69,31 @@ def test_state_says_which_libraries_serve_now(folder: Path) -> None:
         assert "kernel_choices" not in http.get("/debug/state").json()["ranks"][0]["stats"]
 
 
+def test_health_says_on_what_ranks_compute_and_state_all_of_it(folder: Path) -> None:
+    """Captured steps as they are now, not as they were at start."""
+    memory = {"planned": {"workspace": 7}, "taken": {"workspace": 5}}
+    info: dict[str, object] = {
+        "device": "cuda", "dtype": "bfloat16", "kernels": "triton", "weights": "FP8",
+        "kv_cache_dtype": "fp8", "ahead": True, "graphs": {"rows": [1, 2], "replays": 0},
+        "memory_plan": memory,
+    }  # fmt: skip
+    with Rehearsal(folder, num_ranks=1, ready=False) as job, httpx.Client(base_url=job.url) as http:
+
+        def compute() -> Any:
+            return http.get("/health").json()["compute"]
+
+        assert compute() is None
+        job.ranks[0].send(wire.Ready(0, 16, 64, 512, 8, info))
+        wait_for(lambda: compute() is not None)
+        short = {name: info[name] for name in list(info)[:6]}
+        assert compute() == short | {"graphs": [1, 2]}
+        job.ranks[0].send(stats(0, graphs={"rows": [1], "replays": 9}))
+        wait_for(lambda: compute()["graphs"] == [1])
+        (rank,) = http.get("/debug/state").json()["ranks"]
+        assert rank["info"] == info | {"graphs": {"rows": [1], "replays": 9}}
+        assert "graphs" not in rank["stats"]
+
+
 def test_health_and_metrics_say_how_tokens_travel(folder: Path) -> None:
     told = {
         "asked": "auto",

@@ -212,6 +212,7 @@ class _Late:
 class AheadEngine(Engine):
     """The engine with an `AheadScheduler`. A step gives the outputs of the one before it."""
 
+    plans_ahead = True
     api: DeviceApi | None = None  # on CPUs nothing is on its way
 
     def __init__(self, *args: Any, **settings: Any) -> None:

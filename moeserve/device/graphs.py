@@ -348,7 +348,7 @@ class StepGraphs:
         )
 
     def report(self) -> dict[str, object]:
-        """For `/health`."""
+        """For `/debug/state`; `/health` has the rows."""
         return {
             "rows": list(self.rungs),
             "seconds": round(self.seconds, 2),

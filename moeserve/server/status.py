@@ -7,6 +7,8 @@ from typing import Any
 
 from moeserve.server.service import Service
 
+_NOW = ("kernel_choices", "graphs")  # of a rank's info, what it tells again and again
+
 
 def health(service: Service) -> dict[str, Any]:
     """live: the job can still serve, now or once loaded. ready: it takes requests now."""
@@ -34,6 +36,7 @@ def health(service: Service) -> dict[str, Any]:
         "uptime_seconds": round(time.time() - service.started, 1),
         "requests_in_flight": client.num_in_flight,
         "shared_expert_replicas": fleet.shared_replicas(),
+        "compute": fleet.compute(),
         "dispatch": fleet.dispatch(),
         "rebalance": client.rebalancing.state(),
         "speculation": fleet.speculation(),
@@ -96,10 +99,11 @@ def state(service: Service) -> dict[str, Any]:
             view["stats"] = {
                 name: getattr(s, name)
                 for name in s.__struct_fields__
-                if name not in ("expert_load", "kernel_choices")
+                if name not in ("expert_load", *_NOW)
             }
-            if rank.ready is not None and "kernel_choices" in rank.ready.info:
-                view["info"] = rank.ready.info | {"kernel_choices": s.kernel_choices}
+            if rank.ready is not None:
+                live = {name: getattr(s, name) for name in _NOW if name in rank.ready.info}
+                view["info"] = rank.ready.info | live
         ranks.append(view)
     return {
         "requests_in_flight": client.num_in_flight,
