@@ -10,11 +10,12 @@ Knows loads of a step. Which kernels there are: step_kernels.py. Needs neither a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ep.arguments import Parser, told_in_a_line
 from models.deepseek.config import DeepSeekConfig
+from models.deepseek.errors import CheckpointError, ConfigError, UnsupportedModel
 from models.deepseek.kernels.gpu.bench.limits import Limits
 from models.deepseek.kernels.gpu.mla_plan import DETERMINISTIC, Cuts
 from models.deepseek.kernels.gpu.step_kernels import (
@@ -125,9 +126,11 @@ def table(m: DeepSeekConfig, limits: Limits = H200) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("config", help="config.json, or a folder with one")
-    print(table(DeepSeekConfig.from_hf(parser.parse_args().config)))
+    with told_in_a_line(ConfigError, CheckpointError, UnsupportedModel):
+        config = DeepSeekConfig.from_hf(parser.parse_args().config)
+    print(table(config))
 
 
 if __name__ == "__main__":
