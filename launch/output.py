@@ -1,5 +1,6 @@
 """Whether a file or folder that a flag names can be written: found before the work whose result it
-is to hold. Knows files; nothing of what is written. Only Python's own library is used here.
+is to hold; and why one that is to be read is none. Knows files; nothing of what is in them. Only
+Python's own library is used here.
 """
 
 from __future__ import annotations
@@ -8,6 +9,18 @@ import errno
 import os
 import stat
 from pathlib import Path
+
+
+def no_file(path: Path) -> str | None:
+    """What is there in place of a file to be read, for the end of an error; None: one is."""
+    try:
+        if path.is_file():
+            return None
+        if path.is_dir():
+            return "is a folder, not a file"
+        return "is no file" if path.exists() else "no such file"
+    except (OSError, ValueError) as error:  # a folder that may not be looked into, a zero byte
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def unwritable(flag: str, file: Path | None) -> list[str]:

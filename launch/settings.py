@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.naming import Typed
+from launch.output import no_file
 from moeserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -280,8 +281,8 @@ def _between(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
         ("parallel", "placement"),
     ):
         file = values.get(section, {}).get(field)
-        if file is not None and not Path(file).is_file():
-            problems.append(f"{section}.{field}={str(file)!r}: no such file")
+        if file is not None and (why := no_file(Path(file))) is not None:
+            problems.append(f"{section}.{field}={str(file)!r}: {why}")
     return problems
 
 

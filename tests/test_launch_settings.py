@@ -158,7 +158,10 @@ def test_settings_that_exclude_each_other(folder):
 def test_files_named_by_settings_must_exist(folder, section, field):
     given = {section: {field: "/gone/file"}} | {"engine": {"deterministic": "false"}}
     found = problems(folder, **given)
-    assert any(f"{section}.{field}='/gone/file'" in line for line in found)
+    assert any(f"{section}.{field}='/gone/file': no such file" in line for line in found)
+    given = {section: {field: str(folder)}} | {"engine": {"deterministic": "false"}}
+    found = problems(folder, **given)
+    assert any(f"{section}.{field}='{folder}': is a folder, not a file" in line for line in found)
 
 
 @pytest.mark.parametrize(

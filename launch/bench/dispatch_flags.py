@@ -13,7 +13,7 @@ from pathlib import Path
 from dispatch import dispatcher_names, emulated_names
 from launch.choices import not_one_of, whole_number
 from launch.experts.units import parse_numbers
-from launch.output import unwritable
+from launch.output import no_file, unwritable
 from moeserve.errors import ConfigError
 
 # How results come home where a backend does it one way only: its class says so too, but to ask that
@@ -228,8 +228,8 @@ class DispatchFlags:
             trace = Path(value) if value else self.trace
             if trace is None:
                 problems.append("--skew trace: give the file too: --skew trace FILE")
-            elif not trace.is_file():
-                problems.append(f"--skew trace {trace}: no such file")
+            elif (why := no_file(trace)) is not None:
+                problems.append(f"--skew trace {trace}: {why}")
             return Skew(trace=trace, array=self.array)
         if self.array is not None:
             problems.append(f"--array {self.array}: of a file, which goes with --skew trace")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch.bench.dispatch_flags import picture_problems
 from launch.choices import whole_number
+from launch.output import no_file
 from moeserve.errors import ConfigError
 from moeserve.speculate.setting import AUTO, MAX_DEPTH, OFF, SpeculateWish, read_speculate
 
@@ -107,8 +108,8 @@ class SpeculateFlags:
             prompts=self.prompts,
             plot=self.plot,
         )
-        if self.prompts is not None and not self.prompts.is_file():
-            problems.append(f"--prompts {self.prompts}: no such file")
+        if self.prompts is not None and (why := no_file(self.prompts)) is not None:
+            problems.append(f"--prompts {self.prompts}: {why}")
         if self.plot is not None:
             problems += picture_problems(self.plot)
         return None if len(problems) > before else asked
