@@ -145,16 +145,22 @@ def edit_logits(logits: Tensor, sequences: Seq[Row]) -> None:
             rows += [j] * len(inside)
             ids += inside
     if ids:
-        logits[_index(rows, logits), _index(ids, logits)] = float("-inf")
+        logits[_index(rows, logits), _index(ids, logits)] = _number(-np.inf, logits)
     forced = {j: t for j, s in enumerate(sequences) if (t := _forced(s)) is not None}
     if forced:
         there = _index(list(forced), logits)
-        logits[there] = float("-inf")
-        logits[there, _index(list(forced.values()), logits)] = 0.0
+        logits[there] = _number(-np.inf, logits)
+        logits[there, _index(list(forced.values()), logits)] = _number(0.0, logits)
 
 
 def _index(numbers: list[int], logits: Tensor) -> Tensor:
     return sent(torch.tensor(numbers, dtype=torch.int64), logits.device)
+
+
+def _number(value: float, logits: Tensor) -> Tensor:
+    """Made where the logits are. One of python's, put where tensors say, is sent there by a copy
+    that waits."""
+    return logits.new_full((), value)
 
 
 def _forced(sequence: Row) -> int | None:

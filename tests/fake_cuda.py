@@ -1,9 +1,11 @@
 """A CUDA device that is not there: torch's fake tensors on it, kernels written down, not launched.
 
 Shared by the tests that walk the GPU path, which import it by name. Whatever would make the host
-wait for the device is counted or refused (`nonzero`): asking for values (`item`, `tolist`, `bool`,
-`cpu`), and sending some in a way that waits for what was launched before (not from pinned memory,
-or not told that nobody waits; an index that lies on the host or in a list).
+wait for the device is counted or refused: asking for values (`item`, `tolist`, `bool`, `cpu`, `in`,
+a tensor that is printed, or that is a number to python), for sizes (`nonzero`, a mask as an index:
+refused), and sending some in a way that waits for what was launched before (not from pinned memory,
+or not told that nobody waits; an index or a number put there that lies on the host). As torch 2.13
+does it on CUDA; where its versions differ, that which waits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 
 from models.deepseek.kernels.gpu.launches import Launch, recorded_launches
@@ -49,7 +56,9 @@ class FakeCuda:
     pinned: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # by address, kept alive
 
     def pin(self, x: Tensor) -> Tensor:
-        made = x.clone() if x.numel() else x
+        return self.note_pinned(x.clone() if x.numel() else x)
+
+    def note_pinned(self, made: Tensor) -> Tensor:
         self.pinned[made.untyped_storage().data_ptr()] = made
         return made
 
@@ -68,14 +77,25 @@ def fake_cuda(capturing: bool = False) -> Iterator[FakeCuda]:
             "is_current_stream_capturing": lambda: capturing,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # its own asks
         launches = stack.enter_context(recorded_launches())
         fake = FakeCuda(launches, FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_OnDevice(fake))
         yield fake
 
 
-_ASKS = {"cpu", "tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy"}
-_SHAPES = {"nonzero", "bincount", "masked_select", "unique"}  # what comes out has a size to ask for
+_ASKS = {  # for values; `len`, `shape` and iterating ask for none
+    "cpu", "tolist", "item", "numpy", "__array__", "__bool__", "__int__", "__float__",
+    "__complex__", "__index__", "__contains__", "__format__", "__repr__", "equal", "allclose",
+    "is_nonzero",
+}  # fmt: skip
+_SHAPES = {  # what comes out has a size to ask for
+    "nonzero", "argwhere", "bincount", "masked_select", "unique", "unique_consecutive",
+}  # fmt: skip
+_LOOKS = {"multinomial", "histc"}  # at values, before it begins
+_TO_OTHER = {"to", "type", "type_as"}
+_FROM_HOST = {"to", "tensor", "as_tensor", "asarray", "new_tensor", "type_as"}
+_FILLS = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 
 
 class _OnDevice(TorchFunctionMode):
@@ -94,34 +114,59 @@ class _OnDevice(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "pin_memory":
             return self.fake.pin(args[0])
+        if kwargs.get("pin_memory"):
+            return self.fake.note_pinned(func(*args, **kwargs | {"pin_memory": False}))
         if owner is None and not to_cuda:
             return func(*args, **kwargs)
         if name in _ASKS and owner is not None and owner.device.type == "cuda":
-            return self._ask(name, owner)
+            return self._ask(func, args, kwargs)
         if name == "copy_":
-            return self._copy(*args[:2], kwargs.get("non_blocking", False))
-        if to_cuda and name in ("to", "tensor", "as_tensor"):
-            return self._send(name, args, kwargs)
-        if name in ("__getitem__", "__setitem__") and (waits := _sent_index(args[1:])):
-            self.fake.waits += [f"{name} {_caller()}"] * waits
-        with self.fake.mode:
-            if name == "__get__":  # attributes
-                return func(*args, **kwargs)
-            if name in _SHAPES:
-                raise AssertionError(f"{name}: the host would wait for its size: {_caller()}")
-            if func is Tensor.__getitem__:
-                return _pick(*args)
-            if func is Tensor.__setitem__:
-                _put(*args)
-                return None
-            out = func(*args, **kwargs)
-        if name == "to" and isinstance(out, FakeTensor) and out.device.type == "cpu":
-            return self._ask(name, owner)
+            return self._copy(args[0], args[1], kwargs.get("non_blocking", any(args[2:])))
+        if name in _FROM_HOST and (to_cuda or (owner is not None and owner is not args[0])):
+            return self._send(name, owner, args, kwargs)
+        if name == "new_tensor" and owner is not None and not kwargs.get("device"):
+            return self._send(name, owner, args[1:], kwargs)
+        self._count_sent(name, args, kwargs, flat)
+        try:
+            with self.fake.mode:
+                out = self._make(func, name, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise AssertionError(f"{name}: the host would wait: {_caller()}: {error}") from None
+        if name in _TO_OTHER and isinstance(out, FakeTensor) and out.device.type == "cpu":
+            return self._ask(func, args, kwargs)
         return out
 
-    def _send(self, name: str, args: Any, kwargs: Any) -> Tensor:
-        """To the device, from wherever: the same, said of shapes and dtypes."""
+    def _make(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__get__":  # attributes
+            return func(*args, **kwargs)
+        if name in _SHAPES:
+            raise AssertionError(f"{name}: the host would wait for its size: {_caller()}")
+        if func is Tensor.__getitem__:
+            return _pick(*args)
+        if func is Tensor.__setitem__:
+            return _put(*args)
+        return func(*args, **kwargs)
+
+    def _count_sent(self, name: str, args: Any, kwargs: Any, flat: list[Any]) -> None:
+        """What torch sends to the device, or asks it for, before the function itself begins."""
+        waits = int(name in _LOOKS)
+        if name == "__getitem__":
+            waits = _moved_index(args[1])
+        elif name == "__setitem__":
+            waits = _moved_index(args[1]) + _moved_value(*args)
+        elif name == "where":  # numbers are made there; a tensor of one is sent
+            waits = sum(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in flat)
+        elif name in _FILLS:  # by a number: asked for
+            values = [x for x in flat[1:] if isinstance(x, FakeTensor)]
+            waits = sum(x.dim() == 0 for x in values[-1:])
+        self.fake.waits += [f"{name} {_caller()}"] * waits
+
+    def _send(self, name: str, owner: Tensor | None, args: Any, kwargs: Any) -> Tensor:
+        """To the device, from wherever: the same, said of shapes and dtypes. owner: a tensor there
+        whose device, and dtype, is meant."""
         dtype = next((x for x in [*args, *kwargs.values()] if isinstance(x, torch.dtype)), None)
+        if dtype is None and owner is not None and owner is not args[0]:
+            dtype = owner.dtype
         x = args[0] if isinstance(args[0], Tensor) else torch.tensor(args[0], dtype=dtype)
         if isinstance(x, FakeTensor) and dtype in (None, x.dtype):
             return x
@@ -135,29 +180,51 @@ class _OnDevice(TorchFunctionMode):
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         """Between devices: a guard of CUDA would be asked for."""
         assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
-        crosses = isinstance(target, FakeTensor) is not isinstance(source, FakeTensor)
-        if crosses and not non_blocking:
+        sides = [x for x in (target, source) if not isinstance(x, FakeTensor)]
+        if len(sides) == 1 and not (non_blocking and self.fake.is_pinned(sides[0])):
             self.fake.waits.append(f"copy_ {_caller()}")
         return target
 
-    def _ask(self, name: str, x: Tensor | None) -> Any:
-        assert x is not None
-        self.fake.waits.append(f"{name} {_caller()}")
-        shape, dtype = tuple(x.shape), x.dtype
-        zeros = torch.zeros(shape, dtype=dtype)
-        if name in ("cpu", "to"):
-            return zeros
-        return {"tolist": zeros.tolist, "numpy": zeros.numpy}.get(name, zeros.item)()
+    def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same of zeros on the host."""
+        self.fake.waits.append(f"{func.__name__} {_caller()}")
+        parts = [*args, *kwargs.values()]
+        told = [
+            torch.zeros(tuple(x.shape), dtype=x.dtype) if isinstance(x, FakeTensor) else x
+            for x in parts
+        ]
+        return func(*told[: len(args)], **dict(zip(kwargs, told[len(args) :], strict=True)))
 
 
-def _sent_index(parts: Any) -> int:
-    """How many parts of an index, and values put there, lie on the host and must be sent."""
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _moved_index(index: Any) -> int:
+    """How many parts of an index lie on the host and must be sent, or are one number on the
+    device, which python asks for."""
     return sum(
         isinstance(x, list)
-        or (isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.dim() > 0)
-        for part in parts
-        for x in (part if isinstance(part, tuple) else (part,))
+        or (isinstance(x, Tensor) and isinstance(x, FakeTensor) is (not x.dim()))
+        for x in _parts(index)
     )
+
+
+def _moved_value(x: Tensor, index: Any, value: Any) -> int:
+    """Whether what is put there lies on the host and must be sent: tensors, and a number that is
+    put at one element or where tensors say (a slice, or what a mask shows, is filled with it)."""
+    if isinstance(value, FakeTensor):
+        return 0
+    if isinstance(value, Tensor) and value.dim():
+        return 1
+    parts = _parts(index)
+    if any(isinstance(part, (list, Tensor)) for part in parts):
+        return int(not any(map(_is_mask, parts)))
+    return int(len(parts) == x.dim() and all(isinstance(part, int) for part in parts))
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -178,6 +245,8 @@ def _caller() -> str:
 
 def _put(x: Tensor, index: Any, value: Any) -> None:
     viewed, tensors = _view(x, index)
+    if any(map(_is_mask, tensors)) and isinstance(value, Tensor) and not _is_number(value):
+        raise AssertionError(f"a mask as an index: the host would wait for its size: {_caller()}")
     if not isinstance(value, FakeTensor):
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         value = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -187,10 +256,17 @@ def _put(x: Tensor, index: Any, value: Any) -> None:
         torch.ops.aten.index_put_(viewed, tensors, value)
 
 
+def _is_number(value: Tensor) -> bool:
+    """On the host: a mask has it filled in."""
+    return value.numel() == 1 and not isinstance(value, FakeTensor)
+
+
 def _pick(x: Tensor, index: Any) -> Tensor:
     viewed, tensors = _view(x, index)
     if not any(t is not None for t in tensors):
         return viewed
+    if any(map(_is_mask, tensors)):
+        raise AssertionError(f"a mask as an index: the host would wait for its size: {_caller()}")
     return torch.ops.aten.index.Tensor(viewed, tensors)
 
 
@@ -207,6 +283,8 @@ def _view(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
         if part is None:
             x = x.unsqueeze(dim)
         elif isinstance(part, slice):
+            if any(isinstance(end, Tensor) for end in (part.start, part.stop, part.step)):
+                raise AssertionError(f"a slice's ends: the host would wait for them: {_caller()}")
             size = x.shape[dim]
             start, stop, step = part.indices(size)
             x = torch.ops.aten.slice.Tensor(x, dim, start, max(stop, start), step)

@@ -159,7 +159,8 @@ class ReplayedApi:
 
     def pinned(self, nbytes: int) -> Tensor:
         self.calls.append("pinned")
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        pinned = self.device.type == "cuda"  # where tensors are fake
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def event(self) -> Event:
         return _ReplayedEvent(self.calls)
