@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from launch.capacity.memory import weights
 from launch.capacity.predict import Workload
 from launch.capacity.report import named_otherwise, report
 from launch.capacity.shape import ModelShape
+from launch.capacity.times import Calibration
 from launch.capacity.validate import FITTED, validate
 from launch.cli import app
 from moeserve.errors import ConfigError
@@ -141,9 +143,15 @@ def test_constants_are_told_with_values_and_points() -> None:
     assert by_name["nic"]["points"] == ["20"] and by_name["nic"]["start"] is None
     fitted = {p["id"] for p in told_["points"] if p["fitted"]}
     screen = " ".join(shown("--validate").split())
+    fields = {f.name for f in dataclasses.fields(Calibration)}
+    assert set(by_name) == fields | {"cache_read", "launches", "of_experts"}, "every one"
     for c in by_name.values():
-        assert c["points"] and set(c["points"]) <= fitted
+        assert c["value"] == getattr(Calibration(), c["name"], c["value"]) and c["means"]
+        assert set(c["points"]) <= fitted and (c["name"] in FITTED) == (c["start"] is not None)
+        assert c["points"] or c["source"].split()[0] in ("assumed:", "counted:", "AIConfigurator's",
+                                                         "as")  # fmt: skip
         assert f"{c['name']} {c['value']:.3g} " in screen
+    assert "assumed: no table" in screen and by_name["ceiling"]["value"] == 0.9
     assert told_["fitted_constants"]["skew"] == by_name["skew"]["value"] == 1.36
 
 

@@ -68,6 +68,7 @@ class Typed:
     kv_cache_dtype: str | None = None
     kv_fp8: bool = False  # the same in short
     no_overlap: bool = False
+    no_deterministic: bool = False
     input_tokens: str | None = None
     output_tokens: str | None = None
     cached_share: str | None = None
@@ -248,6 +249,7 @@ def read(typed: Typed, search: bool = False) -> Asked:
         "kv_fp8": _fp8_cache(v, typed),
         "wire_fp8": v.choice("--wire", typed.wire, "fp8", WIRES) == "fp8",
         "overlap": not typed.no_overlap,
+        "deterministic": not typed.no_deterministic,
         "sequences": _auto(v, "--sequences", typed.sequences, first.get("sequences"), 1),
         "tokens": _auto(v, "--tokens", typed.tokens, first.get("tokens"), 1),
     }

@@ -90,6 +90,14 @@ def plan(
         bool,
         typer.Option("--no-overlap", help="Without two-batch overlap", rich_help_panel=LAYOUT),
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic/--no-deterministic",
+            help="Which attention our kernels count, as for serve (the fitted model has no modes)",
+            rich_help_panel=LAYOUT,
+        ),
+    ] = True,
     kv_cache_dtype: Annotated[
         str | None, _flag(LAYOUT, _NAME, "How the KV cache holds values: model (BF16) or fp8")
     ] = None,
@@ -231,6 +239,7 @@ def plan(
         "tp": tp,
         "groups": groups,
         "no_overlap": no_overlap,
+        "no_deterministic": not deterministic,
         "kv_cache_dtype": kv_cache_dtype,
         "kv_fp8": kv_fp8,
         "sequences": sequences,

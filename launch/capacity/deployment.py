@@ -50,6 +50,7 @@ class Deployment:
     balance: float = 1.0
     reach: Reach | None = None
     groups: Groups = "free"
+    deterministic: bool = True  # as `serve` has it; only our kernels' counts know modes
     graph_batches: int = 12  # batch sizes that decode is captured at
 
     @property

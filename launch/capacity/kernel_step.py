@@ -5,17 +5,17 @@ here each is counted. Shares of peaks and floors are those of `times.Calibration
 sources; all-to-alls and what overlap hides of them are taken from there as well.
 
 Which kernels there are: models/deepseek/kernels/gpu/step_kernels.py. Knows: a GPU's peaks. Knows
-nothing of requests or prices. moeserve's own layout only: attention is data-parallel. Attention of
-prefill is that of fast mode unless told otherwise; that of decode is our kernel's of deterministic
-mode, which cuts rows at fixed positions, unless other cuts are given (`fast_cuts`). Why it is
-another time than the fitted model's: `kernel_why`.
+nothing of requests or prices. moeserve's own layout only: attention is data-parallel. It is that of
+the deployment's mode: deterministic, which attends over latents in prefill as well and cuts rows at
+fixed positions, or fast, which expands keys in prefill and cuts by load. Why it is another time
+than the fitted model's, and by which factors: `kernel_why`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -49,7 +49,9 @@ OF_EXPERTS = 3
 class KernelTime:
     """Of one kernel in one part of a step, over all layers. bytes, flops: of all its launches;
     seconds: with the gaps before them. bound: "memory" or "compute", whichever is the longer, or
-    "gaps" where these are longer than both."""
+    "gaps" where these are longer than both. peak: what that is reckoned by, bytes or FLOPs a
+    second; of_peak: the share of it that the kernel is believed to reach; None for gaps. factor:
+    by which it takes longer: all-to-alls beside it, a chip whose kernels were new."""
 
     kernel: str
     part: str
@@ -58,6 +60,9 @@ class KernelTime:
     flops: int
     seconds: float
     bound: str
+    peak: float | None
+    of_peak: float | None
+    factor: float
 
     def as_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -85,7 +90,8 @@ class _Group:
 @dataclass(frozen=True)
 class KernelStep:
     """groups: of kernels, how often a step has each, by what factor it takes longer there. exposed:
-    seconds of all-to-alls that nothing hides; drafts: of MTP; seconds: the whole step."""
+    seconds of all-to-alls that nothing hides; drafts: of MTP; seconds: the whole step. slower: by
+    what factor kernels of layers with experts take longer for all-to-alls beside them."""
 
     gpu: Gpu
     calibration: Calibration
@@ -94,6 +100,7 @@ class KernelStep:
     exposed: float
     drafts: float
     seconds: float
+    slower: float
 
     @cached_property
     def kernels(self) -> list[KernelTime]:
@@ -145,24 +152,24 @@ def kernel_step(
     d: Deployment,
     work: Workload,
     c: Calibration | None = None,
-    partitions: Cuts = DETERMINISTIC,
-    latents: bool = False,
+    partitions: Cuts | None = None,
 ) -> KernelStep | None:
-    """Of a deployment that is placed. partitions: of attention in decode. latents: prefill attends
-    over them, as in deterministic mode. None where attention is shared (tp), for which there are no
-    kernels here."""
+    """Of a deployment that is placed. partitions: of attention over latents; None: those of the
+    deployment's mode. None where attention is shared (tp), for which there are no kernels here."""
     c = c or Calibration()
     if d.tp > 1:
         return None
+    if partitions is None:
+        partitions = DETERMINISTIC if d.deterministic else fast_cuts(d)
     if d.phase == "prefill":
-        return _prefill(d, work, c, latents)
+        return _prefill(d, work, c, partitions)
     step = _decode(d, work, d.drafts, c, partitions)
     if not d.drafts:
         return step
     one = _decode(d, work, 0, c, partitions)
     head = one.part("head")
     drafts = d.drafts * ((one.seconds - head - one.part("dense")) / d.shape.layers + head)
-    return KernelStep(d.gpu, c, step.groups, step.comm, step.exposed, drafts, step.seconds + drafts)
+    return replace(step, drafts=drafts, seconds=step.seconds + drafts)
 
 
 def fast_cuts(d: Deployment) -> ByLoad:
@@ -189,10 +196,9 @@ def _decode(
     return _join(d, c, halves, (attention, own, experts, once), whole, comm, exposed, 1.0)
 
 
-def _prefill(d: Deployment, work: Workload, c: Calibration, latents: bool) -> KernelStep:
+def _prefill(d: Deployment, work: Workload, c: Calibration, partitions: Cuts) -> KernelStep:
     m, gpu, pool, rows = d.shape.config, d.gpu, d.pool(), d.tokens
-    cuts = DETERMINISTIC if latents else fast_cuts(d)
-    attention = _prefill_attention(m, rows, work, d.kv_fp8, latents, cuts, gpu, c)
+    attention = _prefill_attention(m, rows, work, d.kv_fp8, d.deterministic, partitions, gpu, c)
     own, experts = _own(m, rows, d.hosted, gpu, c), _experts(d, rows, c)
     seconds = attention.whole + own.whole + experts.whole
     comm, exposed, slower = prefill_exposed(d.shape, pool, rows, seconds, c)
@@ -301,7 +307,8 @@ def _join(
     counted.append((once, 1, factor))
     exposed, comm = factor * moe_layers * exposed, factor * moe_layers * comm
     seconds = sum(n * more * group.whole for group, n, more in counted) + exposed
-    return KernelStep(gpu, c, tuple(x for x in counted if x[1]), comm, exposed, 0.0, seconds)
+    groups_ = tuple(x for x in counted if x[1])
+    return KernelStep(gpu, c, groups_, comm, exposed, 0.0, seconds, slower)
 
 
 def _time(
@@ -312,14 +319,25 @@ def _time(
         "compute": sum(n * _by_compute(u, gpu, c) for u, _, n, _ in same),
         "gaps": sum(n * _gap(u, c) for u, _, n, _ in same),
     }
+    bound = max(limits, key=lambda name: limits[name])
+    use = same[0][0]
+    seconds = sum(n * factor * alone for _, alone, n, factor in same)
+    peak, of_peak = {
+        "memory": (gpu.hbm, c.memory),
+        "compute": (gpu.fp8 if use.fp8 else gpu.bf16, reached(gpu, c).get(use.kind)),
+        "gaps": (None, None),
+    }[bound]
     return KernelTime(
         kernel,
         part,
         launches=sum(n * u.launches for u, _, n, _ in same),
         bytes=sum(n * u.cost.bytes for u, _, n, _ in same),
         flops=sum(n * u.cost.flops for u, _, n, _ in same if u.kind != "memory"),
-        seconds=sum(n * factor * seconds for _, seconds, n, factor in same),
-        bound=max(limits, key=lambda name: limits[name]),
+        seconds=seconds,
+        bound=bound,
+        peak=peak,
+        of_peak=of_peak,
+        factor=seconds / sum(n * alone for _, alone, n, _ in same),
     )
 
 
@@ -340,11 +358,11 @@ def _by_memory(u: Use, gpu: Gpu, c: Calibration) -> float:
 def _by_compute(u: Use, gpu: Gpu, c: Calibration) -> float:
     if u.kind == "memory":
         return 0.0
-    return u.cost.flops / ((gpu.fp8 if u.fp8 else gpu.bf16) * _reached(gpu, c)[u.kind])
+    return u.cost.flops / ((gpu.fp8 if u.fp8 else gpu.bf16) * reached(gpu, c)[u.kind])
 
 
 @lru_cache(maxsize=64)
-def _reached(gpu: Gpu, c: Calibration) -> dict[str, float]:
+def reached(gpu: Gpu, c: Calibration) -> dict[str, float]:
     """Shares of peaks, by `Use.kind`."""
     return {
         "product": share(gpu, c, c.ceiling),

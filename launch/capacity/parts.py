@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from launch.capacity.deployment import Deployment
-from launch.capacity.predict import MODELS, By
-from launch.capacity.report import Report
+from launch.capacity.predict import MODELS, NO_KERNELS, By
+from launch.capacity.report import Plan, Report
 from launch.capacity.times import Step
 
+Mode = Literal["deterministic", "fast"]  # whose attention a step by our kernels has
 MODEL_TOLD: dict[By, str] = {"fitted": "the fitted model", "kernels": "our kernels' own counts"}
+FAST_MODE = "--no-deterministic"  # of `serve`, and of `plan`
+LEAST = "at least "
+_MODE_TOLD = {
+    "deterministic": "deterministic mode (the default of serve)",
+    "fast": f"fast mode ({FAST_MODE})",
+}
 
 
-def model_told(by: By) -> str:
+def mode_of(d: Deployment) -> Mode:
+    return "deterministic" if d.deterministic else "fast"
+
+
+def model_told(by: By, mode: Mode) -> str:
     """Of a prediction, where it is not the model that is asked when nothing is said."""
-    return "" if by == MODELS[0] else f"predicted by {MODEL_TOLD[by]}"
+    return "" if by == MODELS[0] else f"predicted by {MODEL_TOLD[by]}, {_MODE_TOLD[mode]}"
+
+
+def plan_told(plan: Plan) -> str:
+    """The same of a whole plan, with a step of each mode; where there are no kernels, that."""
+    asked, used = plan.reports[0].by, plan.reports[0].prediction.by
+    if asked != used:
+        return f"predicted by {MODEL_TOLD[used]}: {NO_KERNELS}"
+    mode = mode_of(plan.reports[0].deployment)
+    told = model_told(used, mode)
+    both = [r.kernels for r in plan.reports if r.kernels is not None] if told else []
+    if not both:
+        return told
+    other: Mode = "fast" if mode == "deterministic" else "deterministic"
+    ours = ", ".join(step_told(x.phase, mode, x.step.seconds) for x in both)
+    theirs = ", ".join(step_told(x.phase, other, x.other.seconds) for x in both)
+    return f"{told}: {ours}; in {_MODE_TOLD[other]}: {theirs}"
+
+
+def step_told(phase: str, mode: Mode, seconds: float) -> str:
+    least = LEAST if is_least(phase, mode) else ""
+    return f"a step of {phase} {least}{1e3 * seconds:,.1f} ms"
+
+
+def is_least(phase: str, mode: Mode) -> bool:
+    """Whether kernels' counts are the least that it can be: prefill over latents counts each as
+    read once."""
+    return (phase, mode) == ("prefill", "deterministic")
 
 
 def memory_parts(r: Report) -> list[tuple[str, float]]:

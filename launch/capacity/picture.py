@@ -21,7 +21,14 @@ from launch.capacity.canvas import (
     save,
 )
 from launch.capacity.looks import look
-from launch.capacity.parts import dollars, load_told, memory_parts, model_told, step_parts
+from launch.capacity.parts import (
+    dollars,
+    load_told,
+    memory_parts,
+    mode_of,
+    model_told,
+    step_parts,
+)
 from launch.capacity.remedies import errors
 from launch.capacity.report import Plan, Report
 from launch.capacity.verdict import NOT_PREDICTED
@@ -92,7 +99,7 @@ def _phase(figure: Any, r: Report, height: float, top: float) -> None:
     whole = 1e3 * p.step.seconds
     hidden = 1e3 * (p.step.comm - p.step.exposed)
     hid = f", {hidden:,.1f} ms of all-to-alls hidden behind work" if hidden > 0.05 else ""
-    by = f"; {told}" if (told := model_told(p.by)) else ""
+    by = f"; {told}" if (told := model_told(p.by, mode_of(d))) else ""
     _bar(box(0.05, 1.72, 0.9, 0.34), step, whole, "ms", f"a step: {whole:,.1f} ms{hid}{by}")
     _cards(figure, r, 1 - (top + 2.92) / height, 1 / height)
 

@@ -40,7 +40,7 @@ def draw_validation(v: Validation, path: Path) -> None:
     below_title = [
         f"median error {v.median_error():.1%}; of throughputs {throughput:.1%}; "
         f"of points held out {v.median_error(fitted=False):.1%} ({v.held_out_share:.0%} of all)"
-        + (f"; {by}" if (by := model_told(v.by)) else ""),
+        + (f"; {by}" if (by := model_told(v.by, "fast")) else ""),
         "band: 10 %   ·   filled: constants were fitted on it   ·   open: held out",
     ]
     head(figure, title, below_title)

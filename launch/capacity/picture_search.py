@@ -11,7 +11,7 @@ from typing import Any
 from launch.capacity.asked import Asked
 from launch.capacity.candidates import Candidate
 from launch.capacity.canvas import BAD, FAINT, GOOD, INK, PAPER, head, new_figure, plain, save
-from launch.capacity.parts import load_told, model_told
+from launch.capacity.parts import load_told, mode_of, model_told
 from launch.capacity.screen_search import front_names, front_rows
 from launch.capacity.search import Found, Ratio
 from moeserve.terminal import counted
@@ -33,7 +33,7 @@ def draw_search(found: list[Found], shares: Ratio | None, asked: Asked, path: Pa
         f"up to {counted(asked.most_gpus, 'GPU')} a pool   ·   prompt of "
         f"{work.input_tokens:,}, answer of {work.output_tokens:,} tokens"
     ]
-    if by := model_told(asked.by):
+    if by := model_told(asked.by, mode_of(d)):
         lines[0] += f"   ·   {by}"
     if shares is not None:
         lines.append(

@@ -5,7 +5,8 @@ Knows: two models of a step's time, what drafts gain, prices. Knows nothing of h
 
 "fitted" (`times`) reckons from the model's shape; its constants were fitted on published
 throughputs. "kernels" (`kernel_step`) counts what each of our kernels moves and computes, with the
-same shares of peaks. Fitted is the default: it is nearer to what was published, held out or not
+same shares of peaks, in the mode of attention that the deployment says, which the fitted one does
+not know. Fitted is the default: in the median it is nearer to what was published, held out or not
 (`moeserve plan --validate`), and those engines' kernels were not ours; how near the other is to
 ours shows on a GPU only.
 """

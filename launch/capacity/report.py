@@ -111,7 +111,7 @@ class Report:
     def notes(self) -> list[str]:
         """What is assumed, and what of the prediction rests on less than the rest does."""
         d, found = self.deployment, []
-        if self.by == "kernels" and not has_kernels(d):
+        if self.by != self.prediction.by:
             found.append(f"{d.phase}: {NO_KERNELS}: predicted by the fitted model instead")
         if d.redundant:
             found.append(means_told(d))
@@ -252,7 +252,9 @@ class Plan:
             },
             "workload": asdict(work),
             "price_per_gpu_hour": self.reports[0].price,
-            "predict": self.reports[0].by,
+            "predict": self.reports[0].prediction.by,
+            "predict_asked": self.reports[0].by,
+            "deterministic": d.deterministic,
             "prediction": {
                 "prefill_tokens_per_s_per_node": prefill and prefill.per_node,
                 "decode_tokens_per_s_per_node": decode and decode.per_node,

@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.capacity.asked import Asked, Typed, predicted_by, read
 from launch.capacity.candidates import Candidate
+from launch.capacity.parts import FAST_MODE
 from launch.capacity.predict import MODELS, By
 from launch.capacity.report import named_otherwise, unquantised
 from launch.capacity.search import Found, Ratio, ratio, search
@@ -75,12 +76,16 @@ class Run:
             unused += [f"--{name}" for name in names if typed[name] is not None]
             unused += ["--no-overlap"] if self.typed.no_overlap else []
             unused += ["--preset"] if self.typed.preset is not None else []
+            if self.typed.no_deterministic and self.typed.predict in (None, MODELS[0]):
+                unused.append(FAST_MODE)
         elif typed["max_gpus"] is not None and not self.validate:
             unused.append("--max-gpus")
         of_rehearsals = ("--routing", "--seed")
         problems = [
             f"{flag}: goes with --rehearse"
             if flag in of_rehearsals
+            else f"{flag}: the fitted model has no modes; give --predict kernels too"
+            if flag == FAST_MODE and self.search
             else f"{flag}: has no meaning with {mode}"
             for flag in unused
         ]
@@ -156,6 +161,11 @@ class Run:
 
     def _validate(self, by: By) -> None:
         found: Validation = validate(by=by)
+        steps = None
+        if by == "kernels":
+            from launch.capacity.kernel_presets import preset_steps
+
+            steps = preset_steps()
         if self.plot is not None:
             from launch.capacity.picture_points import draw_validation
 
@@ -164,9 +174,11 @@ class Run:
         def show(console: Any) -> None:
             from launch.capacity.screen_points import show_validation
 
-            show_validation(found, console)
+            show_validation(found, console, steps)
 
-        self._tell(found.as_json(), show)
+        said = found.as_json()
+        said["presets"] = None if steps is None else [x.as_json() for x in steps]
+        self._tell(said, show)
 
     def _tell(self, said: dict[str, Any], show: Callable[[Any], None]) -> None:
         if self.as_json:
@@ -196,6 +208,7 @@ def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[
         "workload": asdict(asked.work),
         "price_per_gpu_hour": d.gpu.price if asked.price is None else asked.price,
         "predict": asked.by,
+        "deterministic": d.deterministic,
         "phases": {f.phase: _found_json(f) for f in found},
         "ratio": None if shares is None else asdict(shares),
         "cost_per_million": _costs(best),

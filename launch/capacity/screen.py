@@ -17,11 +17,14 @@ from rich.text import Text
 from launch.capacity.kernel_why import Compared
 from launch.capacity.node import NEEDED_HOST, NEEDED_SHARED
 from launch.capacity.parts import (
+    LEAST,
     MODEL_TOLD,
     dollars,
+    is_least,
     load_told,
     memory_parts,
-    model_told,
+    mode_of,
+    plan_told,
     scaled,
     step_parts,
 )
@@ -55,8 +58,8 @@ def show_plan(plan: Plan, console: Console, kernels: bool = False) -> None:
         f"requests: prompt of {work.input_tokens:,} tokens{cached}, answer of "
         f"{work.output_tokens:,}"
     )
-    if said_by := model_told(plan.reports[0].by):
-        console.print(said_by)
+    if said_by := plan_told(plan):
+        console.print(said_by, soft_wrap=True)
     for r in plan.reports:
         show_report(r, console)
         if kernels and r.kernels is not None:
@@ -223,27 +226,32 @@ def _step(step: Step, phase: str) -> Group:
 
 def _kernels(both: Compared) -> Group:
     step = both.step
-    rows = table(padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("kernel", "part", "launches", "bytes", "FLOPs", "ms", "bound"):
+    rows = table(padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in ("kernel", "part", "runs", "bytes", "FLOPs", "peak", "ms", "bound"):
         left = name in ("kernel", "part", "bound")
         rows.add_column(name, justify="left" if left else "right", no_wrap=True)
     for k in step.kernels:
         told = (f"{k.launches:,}", f"{scaled(k.bytes)}B", scaled(k.flops) if k.flops else "")
-        rows.add_row(k.kernel, k.part, *told, _ms(k.seconds), k.bound)
+        share = "" if k.of_peak is None else f"{k.of_peak:.0%}"
+        rows.add_row(k.kernel, k.part, *told, share, _ms(k.seconds), k.bound)
     rows.add_section()
     for name, seconds in (("all-to-alls seen", step.exposed), ("MTP drafts", step.drafts)):
         if seconds:
-            rows.add_row(name, "", "", "", "", _ms(seconds), "")
-    rows.add_row("step", "", f"{step.launches:,}", "", "", _ms(step.seconds), "")
+            rows.add_row(name, "", "", "", "", "", _ms(seconds), "")
+    rows.add_row("step", "", f"{step.launches:,}", "", "", "", _ms(step.seconds), "")
     legend = "; ".join(f"{bound}: {what}" for bound, what in both.bounds.items())
-    foot = "\n".join([*both.why, f"bound: {legend}"])
+    foot = "\n".join(
+        [*both.why, "runs: launches in a step", *both.factors_told, f"bound: {legend}"]
+    )
     title = f"a step of {both.phase} by our kernels' own counts, {both.mode_told}"
     return titled(title, rows, foot)
 
 
 def _ms(seconds: float) -> str:
-    """Of two places, or of one that counts."""
+    """Of two places, or of one that counts; of thousands one."""
     told = 1e3 * seconds
+    if told >= 999.995:
+        return f"{told:,.1f}"
     return f"{told:,.2f}" if told >= 0.005 or told == 0 else f"{told:.1g}"
 
 
@@ -261,14 +269,16 @@ def _results(r: Report) -> Group:
     if p.tpot is not None:
         said.add_row("TPOT", f"[bold]{1e3 * p.tpot:.1f} ms[/] ({1 / p.tpot:.1f} tok/s a user)")
     if p.ttft is not None and p.ttft_alone is not None:
-        said.add_row("TTFT, busy pool", f"[bold]{1e3 * p.ttft:,.0f} ms[/]")
-        said.add_row("TTFT, idle GPU", f"{1e3 * p.ttft_alone:,.0f} ms")
+        least = LEAST if p.by == "kernels" and is_least(d.phase, mode_of(d)) else ""
+        said.add_row("TTFT, busy pool", f"{least}[bold]{1e3 * p.ttft:,.0f} ms[/]")
+        said.add_row("TTFT, idle GPU", f"{least}{1e3 * p.ttft_alone:,.0f} ms")
     if d.drafts and decode:
         gain = f"{p.tokens_a_step:.2f} tokens a step, {p.mtp_gain:.2f} x without"
         said.add_row(f"MTP, {counted(d.drafts, 'draft')} at {d.acceptance:.0%}", gain)
     for by, seconds in r.steps.items():
+        mode = f", {mode_of(d)}" if by == "kernels" else ""
         if by != p.by:
-            said.add_row(f"a step by {MODEL_TOLD[by]}", f"{1e3 * seconds:,.1f} ms")
+            said.add_row(f"a step by {MODEL_TOLD[by]}{mode}", f"{1e3 * seconds:,.1f} ms")
     t = p.traffic
     said.add_row("sent a token a layer, within nodes", f"{t.within / 1e3:,.1f} kB")
     said.add_row("sent a token a layer, across nodes", f"{t.across / 1e3:,.1f} kB")

@@ -7,33 +7,19 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
+from launch.capacity.kernel_presets import MADE_OF, STEPS, PresetStep
 from launch.capacity.parts import MODEL_TOLD, model_told
 from launch.capacity.screen import table, titled
 from launch.capacity.validate import Point, Validation
 
-# Of a constant, in a few words; its comment in `Calibration` says more.
-_MEANS = {
-    "intensity": "FLOPs a byte at which products reach half",
-    "prefill_core": "of BF16 peak, attention of prefill",
-    "decode_core": "of BF16 peak, attention of decode",
-    "passes": "times hidden values cross memory in a layer",
-    "launch": "seconds of small kernels in a layer",
-    "skew": "x all-to-alls of decode: waiting for the slowest",
-    "hidden": "of decode's all-to-alls, by overlap",
-    "young": "x a step on chips with new kernels",
-    "lmsys_balance": "busiest GPU over mean, prefill of 5a to 5c, 9, 10a",
-    "nic": "of a NIC's bandwidth",
-    "nvlink": "of NVLink's bandwidth",
-    "floor_within": "seconds of an all-to-all in one domain",
-    "floor_across": "seconds of one over a network",
-}
 
-
-def show_validation(v: Validation, console: Console) -> None:
-    """Nothing is cut or folded into letters at 80 columns: what says much goes below the tables."""
+def show_validation(v: Validation, console: Console, steps: list[PresetStep] | None = None) -> None:
+    """Nothing is cut or folded into letters at 80 columns: what says much goes below the tables.
+    steps: of presets, as well."""
     for unit, name in (("tok/s/node", "tokens/s a node"), ("us", "microseconds")):
         points = [p for p in v.points if p.unit == unit and p.error is not None]
-        console.print(_points(points, f"{name} ({by})" if (by := model_told(v.by)) else name))
+        by = model_told(v.by, "fast")
+        console.print(_points(points, f"{name} ({by})" if by else name))
     console.print("[bold]published, but not predicted[/]")
     for p in v.points:
         if p.error is None:
@@ -47,13 +33,43 @@ def show_validation(v: Validation, console: Console) -> None:
         f"{v.worst_error(fitted=True):.1%}, worst held out {v.worst_error(fitted=False):.1%}"
     )
     console.print(v.told())
-    for by, errors in v.models().items():
-        known = len(v.throughputs[by])
+    for model, errors in v.models().items():
+        known = len(v.throughputs[model])
         console.print(
-            f"{known} throughputs by {MODEL_TOLD[by]}: median error {errors['median_error']:.1%}, "
-            f"held out {errors['median_error_held_out']:.1%}, worst {errors['worst_error']:.1%}"
+            f"{known} throughputs by {MODEL_TOLD[model]}: median error "
+            f"{errors['median_error']:.1%}, held out {errors['median_error_held_out']:.1%}, worst "
+            f"{errors['worst_error']:.1%}"
         )
     console.print("both with the constants above, which only the fitted model was drawn to")
+    if steps is not None:
+        console.print()
+        console.print(_presets(steps))
+
+
+def _presets(steps: list[PresetStep]) -> Group:
+    tables = []
+    for title, columns, caption in (
+        (
+            "a step of each preset by our kernels' own counts, ms",
+            STEPS,
+            "deterministic: the default of serve; in one part: with rows not cut in pieces; fast: "
+            "--no-deterministic; fitted: the fitted model; tok/s: deterministic",
+        ),
+        (
+            "what it is made of in deterministic mode, ms",
+            MADE_OF,
+            "products: projections, shared expert, dense layers, head; rest: small kernels; "
+            "all-to-alls: what nothing hides",
+        ),
+    ):
+        rows = table(padding=(0, 1, 0, 0), pad_edge=False)
+        for name in columns:
+            rows.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
+        for x in steps:
+            rows.add_row(*(told(x) for told in columns.values()))
+        tables.append(titled(title, rows, caption))
+    named = [f"{x.preset}: {x.what}" for x in steps]
+    return Group(*tables, Text("\n".join([*named, "each: plan --preset NAME --kernels"])))
 
 
 def _points(points: list[Point], unit: str) -> Group:
@@ -82,12 +98,12 @@ def _constants(v: Validation) -> Group:
     rows.add_column("constant", no_wrap=True)
     rows.add_column("value", justify="right", no_wrap=True)
     rows.add_column("is", ratio=1)
-    rows.add_column("fitted on", ratio=1)
+    rows.add_column("fitted on, or from", ratio=1)
     for c in v.constants:
-        points = ", ".join(c.points) if c.start is not None else f"read off {', '.join(c.points)}"
-        rows.add_row(c.name, f"{c.value:.3g}", _MEANS[c.name], points)
+        source = ", ".join(c.points) if c.start is not None else c.source
+        rows.add_row(c.name, f"{c.value:.3g}", c.means, source)
     caption = (
         "fitted together, by least squares of logarithms from stated priors, on the points marked "
-        "so; here: those that each constant moves"
+        "so; here: those that each constant moves. Peaks of GPUs: hardware.toml"
     )
     return titled("constants", rows, caption)

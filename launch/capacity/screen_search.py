@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from launch.capacity.asked import Asked
 from launch.capacity.candidates import Candidate
-from launch.capacity.parts import dollars, model_told
+from launch.capacity.parts import dollars, mode_of, model_told
 from launch.capacity.report import named_otherwise, unquantised
 from launch.capacity.screen import table, titled
 from launch.capacity.search import Found, Ratio
@@ -23,7 +23,7 @@ def show_search(found: list[Found], shares: Ratio | None, asked: Asked, console:
         "data-parallel (tp 1)",
         soft_wrap=True,
     )
-    if said_by := model_told(asked.by):
+    if said_by := model_told(asked.by, mode_of(d)):
         console.print(said_by)
     for note in unquantised(d) + [v.text for v in named_otherwise(d)]:
         console.print(f"[yellow]{escape(note)}[/]")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from launch.capacity.balance import balance
+from launch.capacity.constants import ABOUT, constant
 from launch.capacity.deployment import Deployment, Groups, Phase
 from launch.capacity.hardware import Gpu, profile
 from launch.capacity.known import load_shape
@@ -46,8 +47,6 @@ FITTED: dict[str, tuple[float, float]] = {
     "young": (1.4, 0.5),
     "lmsys_balance": (1.35, 0.1),
 }
-# Constants that were read off measured tables, not fitted -> the published point that is one.
-FROM_POINTS = dict.fromkeys(("nic", "nvlink", "floor_within", "floor_across"), "20")
 _ERROR = 0.05  # what a fitted point is believed to be known to, as a share
 
 
@@ -55,7 +54,8 @@ _ERROR = 0.05  # what a fitted point is believed to be known to, as a share
 class Point:
     """measured and predicted in `unit`; error is predicted / measured - 1, None where nothing is
     predicted, for the reason given. by_kernels: a throughput by our kernels' counts of bytes and
-    FLOPs (`kernel_step`), with the same constants; None where these know no such layout."""
+    FLOPs (`kernel_step`) in fast mode, with the same constants; None where these know no such
+    layout."""
 
     id: str
     what: str
@@ -81,15 +81,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Constant:
-    """name: of a field of `Calibration`. points: ids of the points that it was fitted on: fitted
-    ones whose prediction changes with it. start, freely: where it was believed to lie before, and
-    by what share it might move; None: it was read off a table of that point instead."""
+    """name, means, source: as of `constants`. points: ids of the points that it was fitted on:
+    fitted ones whose prediction changes with it; or of those whose tables it was read off. start,
+    freely: where a fitted one was believed to lie before, and by what share it might move; else
+    None."""
 
     name: str
     value: float
     points: tuple[str, ...]
     start: float | None
     freely: float | None
+    means: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -191,17 +194,32 @@ def validate(calibration: Calibration | None = None, by: By = MODELS[0]) -> Vali
     found: dict[By, list[Point]] = {name: list(_points(c, name)) for name in MODELS}
     counted = [p.predicted if p.unit == _THROUGHPUT else None for p in found["kernels"]]
     points = [replace(p, by_kernels=x) for p, x in zip(found[by], counted, strict=True)]
-    constants = [
-        Constant(name, getattr(c, name), _moved(name, c, found["fitted"]), *FITTED[name])
-        for name in FITTED
-    ]
-    constants += [Constant(n, getattr(c, n), (p,), None, None) for n, p in FROM_POINTS.items()]
     believed: dict[str, Any] = {name: start for name, (start, _) in FITTED.items()}
     both = {
         name: [p for p, x in zip(ps, counted, strict=True) if x is not None]
         for name, ps in found.items()
     }
-    return Validation(points, constants, list(_points(replace(c, **believed), by)), by, both)
+    before = list(_points(replace(c, **believed), by))
+    return Validation(points, _constants(c, found["fitted"]), before, by, both)
+
+
+def _constants(c: Calibration, points: list[Point]) -> list[Constant]:
+    """Every one, the fitted ones first."""
+    told = []
+    for name, x in ABOUT.items():
+        if name in FITTED:
+            told.append(
+                Constant(
+                    name, getattr(c, name), _moved(name, c, points), *FITTED[name], x.means, _FITTED
+                )
+            )
+        else:
+            value = constant(name, c)
+            told.append(Constant(name, value, x.points, None, None, x.means, x.source))
+    return told
+
+
+_FITTED = "fitted on published throughputs"
 
 
 def _moved(name: str, c: Calibration, points: list[Point]) -> tuple[str, ...]:
@@ -265,6 +283,7 @@ def _deployment(asked: dict[str, Any], c: Calibration) -> tuple[Deployment, Work
         overlap=pool.overlap,
         balance=pool.balance,
         reach=pool.reach,
+        deterministic=False,  # as the published engines, which have no such mode
         **load,
     )
     return d, Workload(asked["length"], 0)
@@ -333,8 +352,8 @@ def _kernels(entry: dict[str, Any], c: Calibration) -> Iterator[Point]:
             )
 
 
-def fit(start: Calibration | None = None) -> Calibration:
-    """The constants of `FITTED` anew, by bounded least squares from their priors."""
+def fit(start: Calibration | None = None, by: By = MODELS[0]) -> Calibration:
+    """The constants of `FITTED` anew, by least squares from their priors."""
     from scipy.optimize import least_squares
 
     base = start or Calibration()
@@ -345,7 +364,7 @@ def fit(start: Calibration | None = None) -> Calibration:
         return replace(base, **values)
 
     def residuals(logs: Any) -> list[float]:
-        points = [p for p in _points(made(logs)) if _is_fitted(p)]
+        points = [p for p in _points(made(logs), by) if _is_fitted(p)]
         found = [math.log(1 + (p.error or 0.0)) / _ERROR for p in points]
         return found + [
             (x - math.log(FITTED[n][0])) / FITTED[n][1] for n, x in zip(names, logs, strict=True)
