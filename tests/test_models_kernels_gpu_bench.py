@@ -180,6 +180,8 @@ def test_winners_are_those_of_the_nearest_shape(tmp_path: Path) -> None:
 
     assert pick(2, 900) == "flash_mla" and pick(200, 5000) == OURS and pick(1, 100000) == OURS
     assert pick(2, 900, names=()) == OURS  # it won, and is not here
+    far = [pick(8, 1024), pick(1, 200), pick(1, 4097), pick(64, 16384), pick(63, 4096)]
+    assert far == [None, None, None, OURS, None] and pick(4, 256) == "flash_mla"
     assert pick(2, 900, fp8=1) is None and loaded.pick("gate", among, rows=1) is None
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps({"winners_table": table.as_json()}))
@@ -232,8 +234,10 @@ def test_the_fastest_decodes_each_step() -> None:
         assert out == (torch.ones(1), torch.ones(1))
         assert callable(fastest.step(problem, step_of(256, 4000, known)))  # ours
     assert fastest.choices == (
-        "mla decode by table, 1 rows, 1024 positions or fewer: flash_mla",
-        "mla decode by table, 256 rows, 4096 positions or fewer: triton",
+        "mla decode by table, 1 rows, 1024 positions or fewer, measured at 1 rows, 1024 positions: "
+        "flash_mla",
+        "mla decode by table, 256 rows, 4096 positions or fewer, measured at 256 rows, 4096 "
+        "positions: triton",
     )
     refused = FastestMla(table, [Flash(True)])
     assert callable(refused.step(problem, step_of(1, 1000)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from ep.group import EPGroup
 from models.deepseek.kernels.errors import KernelTableError
-from models.deepseek.kernels.gpu import triton_kernels
+from models.deepseek.kernels.gpu import kernel_table, triton_kernels
+from models.deepseek.kernels.gpu.bench import versions
 from models.deepseek.kernels.gpu.bench.run import OURS, Row
 from models.deepseek.kernels.gpu.bench.winners import Winners
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem
@@ -88,12 +90,30 @@ def test_a_product_goes_to_who_won(h200: None) -> None:
     gemms = Gemms(90, [Library()], table("H200"))
     a, b = torch.zeros(4000, 2048), torch.zeros(7168, 2048)
     assert gemms.dense(a, a, b, b) is a
-    assert gemms.choices == ("fp8 gemm, dense 7168 x 2048, 4096 rows or fewer: deep_gemm won",)
+    assert gemms.choices == (
+        "fp8 gemm, dense 7168 x 2048, 4096 rows or fewer: deep_gemm won at 4096 rows",
+    )
+
+    class Other(Library):
+        def refusal(self, problem: GemmProblem) -> str | None:
+            return None
+
+    for rows, columns, said in (
+        (16384, 7168, "16384 rows or fewer: deep_gemm won at 4096 rows"),
+        (32768, 7168, "32768 rows or fewer: triton; nothing like it was measured"),
+        (16, 7168, "16 rows or fewer: triton; nothing like it was measured"),
+        (4, 7168, "4 rows or fewer: triton won at 1 rows"),
+        (4096, 7040, "4096 rows or fewer: triton; nothing like it was measured"),
+    ):
+        gemms = Gemms(90, [Other()], table("H200"))
+        gemms._taken(GemmProblem("dense", columns, 2048, 90), rows)
+        assert gemms.choices == (f"fp8 gemm, dense {columns} x 2048, {said}",)
 
 
 GOOD = {
-    "format": "moeserve kernel winners 1",
+    "format": "moeserve kernel winners 2",
     "device": "H200",
+    "versions": {"triton": "3.7.1", "kernels": "0123456789ab"},
     "winners": {
         "fp8_gemm": [
             {
@@ -124,9 +144,11 @@ BAD_FILES = [
     ("[]", "format=None"),
     ('{"format": "other"}', "format='other'"),
     ('{"winners_table": 3}', "format=None"),
-    ('{"format": "moeserve kernel winners 1"}', "not whole: 'device' is missing"),
+    ('{"format": "moeserve kernel winners 2"}', "not whole: 'device' is missing"),
     (spoiled("device", value=3), "device=3: must be the name of a GPU"),
     (spoiled("device", value=" "), "device=' ': must be the name of a GPU"),
+    (spoiled("versions", value=[]), "versions=[]: must be an object"),
+    (spoiled("versions", "triton", value=3), "versions.triton=3: must be text"),
     (spoiled("winners", value=[]), "winners=[]: must be an object"),
     (spoiled("winners", "fp9", value=[]), "winners.fp9: must be one of mla_decode, "),
     (spoiled("winners", "fp8_gemm", value=1), "winners.fp8_gemm=1: must be a list"),
@@ -181,6 +203,49 @@ def test_another_devices_table_is_refused(h200: None, tmp_path: Path) -> None:
         create_kernels("triton", "cuda", file)
     with pytest.raises(KernelTableError, match="No such file"):
         create_kernels("triton", "cuda", tmp_path / "gone.json")
+
+
+def test_a_table_of_other_versions_is_refused(
+    h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "winners.json"
+    table("H200").save(file)
+    create_kernels("triton", "cuda", file)
+    now = versions.versions_here()
+    monkeypatch.setattr(kernel_table, "versions_here", lambda: now | {"triton": "9.1"})
+    with pytest.raises(KernelTableError) as caught:
+        create_kernels("triton", "cuda", file)
+    said = f"winners.json: measured with triton {now['triton']}, here 9.1: who was faster then"
+    assert said in str(caught.value) and "measures again" in str(caught.value)
+
+
+def test_what_a_table_was_measured_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = versions.versions_here()
+    assert list(here) == [
+        "torch", "triton", "driver", "deep_gemm", "flash_mla", "flashinfer", "kernels",
+    ]  # fmt: skip
+    assert here["torch"] == torch.__version__ and here["deep_gemm"] == versions.NONE
+    told = versions.differences({"torch": "1", "gone": "2"}, {"torch": "1", "new": "3"})
+    assert told == "new none, here 3; gone 2, here none" and not versions.differences(here, here)
+    file = tmp_path / "version"
+    monkeypatch.setattr(versions, "DRIVER", file)
+    assert versions.versions_here()["driver"] == versions.NONE
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
+    assert versions.versions_here()["driver"] == "580.65.06"
+
+
+def test_a_kernels_text_counts_and_what_is_said_of_it_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "gpu"
+    shutil.copytree(versions.FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = versions.kernels_text()
+    assert versions.kernels_text(folder) == before
+    said, tile = folder / "fp8_gemm.py", folder / "gemm_tile.py"
+    said.write_text("# more\n" + said.read_text().replace('"""', '"""More. ', 1))
+    assert versions.kernels_text(folder) == before
+    (folder / "sampling.py").write_text("")  # no library does the same
+    assert versions.kernels_text(folder) == before
+    tile.write_text(tile.read_text() + "\nGROUP_ROWS = 3\n")  # what a kernel is made of
+    assert versions.kernels_text(folder) != before
 
 
 def test_kernels_of_cpus_have_no_table(tmp_path: Path) -> None:

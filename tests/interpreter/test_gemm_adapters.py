@@ -288,6 +288,9 @@ class Wins:
         self.asked.append((kernel, tuple(among), shape))
         return self.names[shape["rows"]]
 
+    def measured_at(self, kernel: str, **shape: int) -> str:
+        return f"{shape['rows']} rows"
+
 
 def test_the_table_decides_by_shape_and_says_so() -> None:
     adapter, double = library()
@@ -303,8 +306,8 @@ def test_the_table_decides_by_shape_and_says_so() -> None:
     size = {"rows": 8, "columns": 64, "width": 128}
     assert table.asked[1] == ("fp8_gemm", ("deep_gemm",), size)
     assert gemms.choices == (
-        "fp8 gemm, dense 64 x 128, 1 rows or fewer: triton won",
-        "fp8 gemm, dense 64 x 128, 8 rows or fewer: deep_gemm won",
+        "fp8 gemm, dense 64 x 128, 1 rows or fewer: triton won at 1 rows",
+        "fp8 gemm, dense 64 x 128, 8 rows or fewer: deep_gemm won at 8 rows",
         "fp8 gemm, dense 64 x 128, 4 rows or fewer: triton; nothing like it was measured",
     )
 

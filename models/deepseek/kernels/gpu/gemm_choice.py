@@ -38,6 +38,7 @@ class Table(Protocol):
     """bench.winners.Winners, as far as it is read here."""
 
     def pick(self, kernel: str, among: Sequence[str], **shape: int) -> str | None: ...
+    def measured_at(self, kernel: str, **shape: int) -> str: ...
 
 
 class Gemms:
@@ -217,8 +218,10 @@ class Gemms:
         size = {"rows": rows, "columns": problem.columns, "width": problem.width}
         if problem.form != "dense":
             size["experts"] = problem.experts
-        name = self._table.pick(FAMILIES[problem.form], tuple(able), **size)
-        who = f"{name} won" if name else f"{OURS}; nothing like it was measured"
+        family = FAMILIES[problem.form]
+        name = self._table.pick(family, tuple(able), **size)
+        at = self._table.measured_at(family, **size)
+        who = f"{name} won at {at}" if name else f"{OURS}; nothing like it was measured"
         what = choice.reason.partition(":")[0]
         return able.get(name or OURS, self._ours), f"{what}, {rows} rows or fewer: {who}"
 

@@ -1,8 +1,9 @@
 """Kernels by a table of who won: `moeserve bench kernels --device cuda --winners FILE` made it.
 
 Puts the table before FlashMLA and FlashInfer (MLA decode) and DeepGEMM (products of e4m3); what no
-library fits, and what was never measured, is ours. A table holds for the device that it was
-measured on. In deterministic mode there is none: bits may not depend on who was faster.
+library fits, and what was never measured, is ours. A table holds for the device and the versions
+that it was measured with. In deterministic mode there is none: bits may not depend on who is
+faster.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from models.deepseek.kernels.gpu.bench.versions import differences, versions_here
 from models.deepseek.kernels.gpu.bench.winners import FastestMla, Winners, WinnersUnreadable
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
 from models.deepseek.kernels.gpu.gemm_deep_gemm import DeepGemm, arch_of
@@ -23,7 +25,8 @@ def kernels_by_table(
     path: Path, device: torch.device | str | None = None, graphs: bool = True
 ) -> TritonKernels:
     """TritonKernels that ask the table first. graphs: steps may be captured. WinnersUnreadable for
-    a file that holds none, or another device's; KernelsUnavailable as TritonKernels says."""
+    a file that holds none, or one of another device or other versions; KernelsUnavailable as
+    TritonKernels says."""
     winners = Winners.load(path)
     plain = TritonKernels(device)
     here = "CPU"
@@ -33,6 +36,12 @@ def kernels_by_table(
         raise WinnersUnreadable(
             f"{path}: measured on {winners.device}, this is {here}; `moeserve bench kernels "
             "--device cuda --winners FILE` measures here"
+        )
+    stale = differences(winners.versions, versions_here())
+    if stale:
+        raise WinnersUnreadable(
+            f"{path}: measured with {stale}: who was faster then need not be now; `moeserve bench "
+            "kernels --device cuda --winners FILE` measures again"
         )
     return TritonKernels(
         device,

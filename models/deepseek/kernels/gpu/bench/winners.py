@@ -1,11 +1,11 @@
 """Which implementation won at which shape: a table made by measuring, kept in a file, chosen by.
 
 `FastestMla` decodes each step with whoever won at the nearest shape that was measured, among those
-that fit; ours where the table says nothing. In deterministic mode nobody may choose by the batch:
-there the adapters refuse, and so does this.
+that fit; ours where nothing near was. In deterministic mode nobody may choose by the batch: there
+the adapters refuse, and so does this. A table tells with which versions it was measured.
 
 Knows rows of a measurement and the adapters' protocol. Shapes are near when the logarithms of
-their numbers are.
+their numbers of rows and positions are, and all else is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from models.deepseek.kernels.errors import KernelTableError
 from models.deepseek.kernels.gpu.bench.case import BY_LOAD
 from models.deepseek.kernels.gpu.bench.run import OURS, Row, all_cases
 from models.deepseek.kernels.gpu.bench.sizes import V3
+from models.deepseek.kernels.gpu.bench.versions import versions_here
 from models.deepseek.kernels.gpu.choice import Failures, at_most
 from models.deepseek.kernels.gpu.mla_adapters import (
     MlaBackend,
@@ -33,8 +34,10 @@ from models.deepseek.kernels.gpu.mla_adapters import (
 )
 from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 
-FORMAT = "moeserve kernel winners 1"
-EXACT = ("heads", "fp8", "experts")  # what is another problem, not another size
+FORMAT = "moeserve kernel winners 2"
+SIZES = {"rows": "rows", "context": "positions"}  # what may differ, and its word; all else is
+# another problem.
+FARTHEST = 4  # times as many, or as few: what was measured farther off says nothing
 MOST_SECONDS = 3600.0  # of one run: what is more is no measurement
 
 
@@ -51,13 +54,15 @@ class Winner:
 
 @dataclass(frozen=True)
 class Winners:
-    """device: on which it was measured. of: by kernel family."""
+    """device: on which it was measured. of: by kernel family. versions: of all that took part."""
 
     device: str
     of: Mapping[str, Sequence[Winner]]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_rows(cls, device: str, rows: Iterable[Row]) -> Winners:
+        """Measured by this process."""
         of: dict[str, list[Winner]] = {}
         for row in rows:
             if not row.error and row.differences.keys() - {BY_LOAD}:  # others did the same
@@ -70,20 +75,30 @@ class Winners:
                 times = {OURS: ours} | seconds
                 won = min(times, key=lambda name: times[name])
                 of.setdefault(row.kernel, []).append(Winner(row.key, won, times))
-        return cls(device, of)
+        return cls(device, of, versions_here())
 
     def pick(self, kernel: str, among: Iterable[str], **shape: int) -> str | None:
-        """Of these (and ours) the fastest at the nearest shape that was measured; None: nothing
-        like it was."""
+        """Of these (and ours) the fastest at the nearest shape that was measured; None: none was
+        within FARTHEST of it."""
+        nearest = self._nearest(kernel, shape)
+        if nearest is None:
+            return None
+        seconds = nearest.seconds
+        return min((n for n in {OURS, *among} if n in seconds), key=lambda n: seconds[n])
+
+    def measured_at(self, kernel: str, **shape: int) -> str:
+        """Which measured shape `pick` goes by, in words: "256 rows, 4096 positions"; none: ""."""
+        nearest = self._nearest(kernel, shape)
+        key = {} if nearest is None else nearest.key
+        return ", ".join(f"{key[name]} {word}" for name, word in SIZES.items() if name in key)
+
+    def _nearest(self, kernel: str, shape: Mapping[str, int]) -> Winner | None:
         best: tuple[float, Winner] | None = None
         for winner in self.of.get(kernel, ()):
             far = _distance(winner.key, shape)
             if far is not None and (best is None or far < best[0]):
                 best = far, winner
-        if best is None:
-            return None
-        seconds = best[1].seconds
-        return min((n for n in {OURS, *among} if n in seconds), key=lambda n: seconds[n])
+        return None if best is None else best[1]
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
@@ -92,6 +107,7 @@ class Winners:
         return {
             "format": FORMAT,
             "device": self.device,
+            "versions": dict(self.versions),
             "winners": {
                 kernel: [
                     {"key": dict(w.key), "name": w.name, "seconds": dict(w.seconds)} for w in all_
@@ -132,12 +148,16 @@ class Winners:
             raise WinnersUnreadable(f"{path}: not whole: {error}") from None
 
 
-def _checked(held: Mapping[str, Any]) -> tuple[str, dict[str, list[Winner]]]:
-    """Device and winners by kernel. KeyError for what is missing; TypeError, ValueError name what
-    is wrong and where."""
+def _checked(held: Mapping[str, Any]) -> tuple[str, dict[str, list[Winner]], dict[str, str]]:
+    """Device, winners by kernel, versions. KeyError for what is missing; TypeError, ValueError name
+    what is wrong and where."""
     device, tables = held["device"], _kind(held["winners"], dict, "winners")
     if not isinstance(device, str) or not device.strip():
         raise TypeError(f"device={device!r:.60}: must be the name of a GPU")
+    versions = _kind(held["versions"], dict, "versions")
+    for name, told in versions.items():
+        if not isinstance(told, str):
+            raise TypeError(f"versions.{name:.60}={told!r:.60}: must be text")
     shapes = _shape_names()
     of: dict[str, list[Winner]] = {}
     for kernel, rows in tables.items():
@@ -146,7 +166,7 @@ def _checked(held: Mapping[str, Any]) -> tuple[str, dict[str, list[Winner]]]:
         for number, row in enumerate(_kind(rows, list, f"winners.{kernel}")):
             where = f"winners.{kernel}[{number}]"
             of.setdefault(kernel, []).append(_winner(row, shapes[kernel], where))
-    return device, of
+    return device, of, versions
 
 
 def _winner(row: Any, shape: Sequence[str], where: str) -> Winner:
@@ -182,13 +202,16 @@ def _shape_names() -> dict[str, list[str]]:
 
 
 def _distance(key: Mapping[str, int], shape: Mapping[str, int]) -> float | None:
-    """None where they are different problems."""
+    """None where they are different problems, or too far apart in one of their sizes."""
     far = 0.0
     for name, value in shape.items():
-        if name not in key or (name in EXACT and key[name] != value):
+        if name not in key or (name not in SIZES and key[name] != value):
             return None
-        if name not in EXACT:
-            far += abs(math.log(max(1, key[name])) - math.log(max(1, value)))
+        if name in SIZES:
+            few, many = sorted((max(1, key[name]), max(1, value)))
+            if many > FARTHEST * few:
+                return None
+            far += math.log(many) - math.log(few)
     return far
 
 
@@ -222,17 +245,20 @@ class FastestMla:
 
     def step(self, problem: MlaProblem, step: MlaStep) -> StepDecoder:
         rows, context = step.plan.num_rows, self._context(step)
+        heads, fp8 = problem.heads, int(problem.fp8)
         order: list[MlaBackend] = []
         left = dict(self._by_name)
         while (
             name := self._winners.pick(
-                "mla_decode", tuple(left), heads=problem.heads, fp8=int(problem.fp8), rows=rows,
-                context=context,
+                "mla_decode", tuple(left), heads=heads, fp8=fp8, rows=rows, context=context
             )
         ) in left:  # fmt: skip
             order.append(left.pop(name))
         size = f"{at_most(rows)} rows, {at_most(context)} positions or fewer"
-        size += "" if name else ", nothing like it measured"
+        at = self._winners.measured_at(
+            "mla_decode", heads=heads, fp8=fp8, rows=rows, context=context
+        )
+        size += f", measured at {at}" if name else ", nothing like it measured"
         what = f"mla decode by table, {size}"
         return self._guard.step(problem, step, [*order, self._ours], what)
 
