@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 WRONG = 2  # exit code
-_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +52,14 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def checkpoint(text: str) -> Path:
+    """A folder that is there, with a config.json."""
+    path = folder(text)
+    if not (path / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: no checkpoint: has no config.json")
+    return path
+
+
 def file(text: str) -> Path:
     """A file that is there."""
     if not Path(text).is_file():
@@ -69,7 +83,7 @@ def at_least(least: float) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float = 1e9) -> Callable[[str], float]:
+def between(least: float, most: float = 1e9) -> Callable[[str], float]:
     """Any number in between, both included."""
 
     def read(text: str) -> float:

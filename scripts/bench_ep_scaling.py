@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ep.arguments import Parser, at_least, checkpoint, several
 from launch.bench.figures import paired_ratio
 from launch.bench.machine import describe_machine
 from launch.bench.offline import PARTS
@@ -29,14 +30,16 @@ Key = tuple[int, int]  # ranks, threads of each
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("checkpoints/tiny"))
-    parser.add_argument("--ep", default="1,2,4")
-    parser.add_argument("--batch", default="8,32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output-length", type=int, default=24)
-    parser.add_argument("--prefill-length", type=int, default=512)
+    parser = Parser(description=__doc__)
+    parser.add_argument("checkpoint", type=checkpoint, nargs="?", default="checkpoints/tiny")
+    parser.add_argument("--ep", type=several(at_least(1)), default="1,2,4", help="1 among them")
+    parser.add_argument("--batch", type=several(at_least(1)), default="8,32")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--output-length", type=at_least(1), default=24)
+    parser.add_argument("--prefill-length", type=at_least(1), default=512)
     options = parser.parse_args()
+    if "1" not in options.ep.split(","):
+        parser.error(f"argument --ep: {options.ep}: 1 must be among them: others stand beside it")
     cores = usable_cores()
     cases: list[Key] = [(int(x), 1) for x in options.ep.split(",")]
     if cores > 1:
@@ -78,7 +81,8 @@ def run(options: argparse.Namespace, ep: int, threads: int) -> dict[str, Any]:
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"EP {ep}: exit code {done.returncode}\n{done.stderr}")
+            print(f"EP {ep}: {done.stderr.strip()}", file=sys.stderr)
+            sys.exit(done.returncode)
         rows = json.loads(file.read_text())["rows"]
     return {f"decode {x['batch']}" if x["what"] == "decode" else "prefill": x for x in rows}
 

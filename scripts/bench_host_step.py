@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ep.arguments import Parser, at_least, several
 from ep.group import EPGroup
 from launch.bench.machine import describe_machine
 from moeserve import wire
@@ -57,10 +58,10 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sequences", default="1,32,256")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--vocab", type=int, default=4096)
+    parser = Parser(description=__doc__)
+    parser.add_argument("--sequences", type=several(at_least(1)), default="1,32,256")
+    parser.add_argument("--steps", type=at_least(1), default=400)
+    parser.add_argument("--vocab", type=at_least(2), default=4096)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

@@ -12,7 +12,6 @@ to gain: this shows that it overlaps, not that it is fast.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -23,7 +22,9 @@ import torch
 
 from dispatch.delayed import DelayedDispatcher
 from dispatch.local import LocalDispatcher
+from ep.arguments import Parser, at_least, between, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
+from models.deepseek.errors import CheckpointError, ConfigError, UnsupportedModel
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.load import load_model
 from models.deepseek.model import DeepSeekModel
@@ -43,15 +44,16 @@ class Steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     bundled = Path(__file__).parents[1] / "checkpoints" / "tiny"
-    parser.add_argument("checkpoint", nargs="?", type=Path, default=bundled)
-    parser.add_argument("--per-token-us", default="0,10,20", help="of each way, several by commas")
-    parser.add_argument("--latency-ms", type=float, default=0.1, help="of each way besides")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("checkpoint", nargs="?", type=checkpoint, default=str(bundled))
+    parser.add_argument("--per-token-us", type=several(between(0)), default="0,10,20")
+    parser.add_argument("--latency-ms", type=between(0), default=0.1, help="of each way besides")
+    parser.add_argument("--rounds", type=at_least(1), default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, network = load(options.checkpoint, options.latency_ms * 1e-3)
+    with told_in_a_line(CheckpointError, ConfigError, UnsupportedModel):
+        model, network = load(options.checkpoint, options.latency_ms * 1e-3)
     heads = ("a token", 10), ("whole", 9), ("waits", 8), ("halves", 9), ("waits", 8), ("ratio", 8)
     print(f"{'case':<22}" + "".join(f"{h:>{n}}" for h, n in (*heads, ("computing", 11))))
     figures = []

@@ -9,26 +9,28 @@ layouts another; the loads drift toward a third by a total variation of --drift.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ep.arguments import Parser, at_least, between, file, told_in_a_line  # noqa: E402
 from ep.planning.compare import LAYOUTS, compare, drift, format_table  # noqa: E402
-from ep.trace import read_trace  # noqa: E402
+from ep.trace import TraceError, read_trace  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("trace", type=Path)
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("trace", type=file)
     parser.add_argument("--prefill", default="prefill_in4096")
     parser.add_argument("--prefill-toward", default="prefill_in2048")
     parser.add_argument("--decode", default="decode_in2000out100")
     parser.add_argument("--decode-toward", default="decode_in1000out1000")
-    parser.add_argument("--drift", type=float, default=0.02, help="total variation, 0..1")
-    parser.add_argument("--repeat", type=int, default=5, help="plans timed, the quickest counts")
+    parser.add_argument("--drift", type=between(0, 1), default=0.02, help="total variation, 0..1")
+    parser.add_argument(
+        "--repeat", type=at_least(1), default=5, help="plans timed, the quickest counts"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = []
@@ -36,8 +38,9 @@ def main() -> None:
         (args.prefill, args.prefill_toward, "EP32"),
         (args.decode, args.decode_toward, None),
     ):
-        loads = read_trace(args.trace, name).totals
-        later = drift(loads, read_trace(args.trace, toward).totals, args.drift)
+        with told_in_a_line(TraceError):
+            loads = read_trace(args.trace, name).totals
+            later = drift(loads, read_trace(args.trace, toward).totals, args.drift)
         layouts = [one for one in LAYOUTS if one.name.startswith("EP32 ") == (first is not None)]
         rows += compare({name: loads}, layouts, drifted={name: later}, repeat=args.repeat)
     if args.json:

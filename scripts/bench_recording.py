@@ -10,7 +10,6 @@ made-up picks, of 58 layers of 256 experts, 8 a token, on one of 32 ranks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -22,12 +21,14 @@ from typing import Any, cast
 
 import torch
 
+from ep.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
 from ep.load import LoadWindow
 from ep.placement import ExpertPlacement
 from moeserve.build import LOAD_WINDOW_STEPS, build_engine
 from moeserve.config import CacheSection, ModelSection, ScheduleSection, ServeConfig
 from moeserve.engine import Engine
+from moeserve.errors import ConfigError
 from moeserve.plan import StepPlan
 from moeserve.recorder import StepRecorder
 from moeserve.request import Request, SamplingParams
@@ -78,10 +79,10 @@ class Many:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("checkpoints/tiny"))
-    parser.add_argument("--batch", default="1,32")
-    parser.add_argument("--blocks", type=int, default=12)
+    parser = Parser(description=__doc__)
+    parser.add_argument("checkpoint", type=checkpoint, nargs="?", default="checkpoints/tiny")
+    parser.add_argument("--batch", type=several(at_least(1)), default="1,32")
+    parser.add_argument("--blocks", type=at_least(1), default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
@@ -175,4 +176,5 @@ def measure_recorder(
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line(ConfigError):
+        main()

@@ -15,7 +15,6 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -30,10 +29,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ep.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine
+from moeserve.errors import ConfigError
 from moeserve.request import Request, SamplingParams
 
 
@@ -222,14 +223,14 @@ def prompts_of(count: int, length: int, vocab: int, seed: int) -> list[list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--batch", default="1,8,32")
-    parser.add_argument("--prompt-length", type=int, default=128)
-    parser.add_argument("--prefill", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="decode steps a round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=checkpoint)
+    parser.add_argument("--batch", type=several(at_least(1)), default="1,8,32")
+    parser.add_argument("--prompt-length", type=at_least(1), default=128)
+    parser.add_argument("--prefill", type=at_least(1), default=1024)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=4, help="decode steps a round")
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--experts", default="grouped_mm", help="experts of transformers")
     arguments = parser.parse_args()
@@ -323,4 +324,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line(ConfigError):
+        main()

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,27 +29,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ep.arguments import Parser, at_least, between, folder
+
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_second", "requests_per_second")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("url", nargs="?", help="of a server; or --paced")
-    parser.add_argument("--paced", type=float, metavar="MS", help="our front end, steps of this")
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument(
+        "--paced", type=between(0.001), metavar="MS", help="our front end, steps of this"
+    )
+    parser.add_argument("--tokenizer", type=tokenizer, required=True)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--aiperf")
     parser.add_argument("--guidellm")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--input-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--requests", type=at_least(1), default=100)
+    parser.add_argument("--concurrency", type=at_least(1), default=4)
+    parser.add_argument("--input-tokens", type=at_least(1), default=64)
+    parser.add_argument("--output-tokens", type=at_least(1), default=32)
     options = parser.parse_args()
     if (options.url is None) == (options.paced is None):
-        parser.error("give a URL or --paced MS")
+        parser.error("give a URL or --paced MS, one of them")
+    if options.url is not None and not options.url.startswith(("http://", "https://")):
+        parser.error(f"argument url: {options.url!r}: must be http://HOST:PORT")
+    for tool in ("aiperf", "guidellm"):
+        if (given := getattr(options, tool)) is not None and shutil.which(given) is None:
+            parser.error(f"argument --{tool}: {given!r}: no program of that name")
     with paced_server(options) if options.paced else contextlib.nullcontext():
         compare(options)
+
+
+def tokenizer(text: str) -> Path:
+    """A folder with a tokenizer.json."""
+    if not (folder(text) / "tokenizer.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: has no tokenizer.json")
+    return Path(text)
 
 
 @contextlib.contextmanager

@@ -27,10 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from ep.arguments import Parser, at_least, between, checkpoint, told_in_a_line
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.recording import ExpertRecording
 from launch.output import unwritable
+from moeserve.errors import ConfigError
 from moeserve.llm import LLM
 from moeserve.request import SamplingParams
 
@@ -75,19 +77,19 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, default=HOME / "checkpoints" / "tiny")
-    parser.add_argument("--ep", type=int, default=4)
-    parser.add_argument("--redundant-experts", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--topic-seconds", type=float, default=60.0)
-    parser.add_argument("--topic-steps", type=int, help="instead of seconds")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=checkpoint, default=str(HOME / "checkpoints" / "tiny"))
+    parser.add_argument("--ep", type=at_least(1), default=4)
+    parser.add_argument("--redundant-experts", type=at_least(0), default=4)
+    parser.add_argument("--steps", type=at_least(1), default=20_000)
+    parser.add_argument("--topic-seconds", type=between(0), default=60.0)
+    parser.add_argument("--topic-steps", type=at_least(1), help="instead of seconds")
     parser.add_argument("--topics", nargs="+", default=list(TOPICS))
-    parser.add_argument("--interval", type=int, default=250, help="steps between looks")
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--sequences", type=int, default=4, help="running at once, a rank")
-    parser.add_argument("--threshold", type=float, default=0.97)
-    parser.add_argument("--min-gain", type=float, default=0.01)
+    parser.add_argument("--interval", type=at_least(1), default=250, help="steps between looks")
+    parser.add_argument("--max-tokens", type=at_least(1), default=48)
+    parser.add_argument("--sequences", type=at_least(1), default=4, help="running at once, a rank")
+    parser.add_argument("--threshold", type=between(0, 1), default=0.97)
+    parser.add_argument("--min-gain", type=between(0, 1), default=0.01)
     parser.add_argument("--json", type=Path, help="where the result goes as JSON")
     parser.add_argument(
         "--resume",
@@ -97,6 +99,12 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     for problem in unwritable("--json", options.json):
         parser.error(problem)
+    if options.resume and options.json is None:
+        parser.error("--resume: what was put beside --json, which is not given")
+    held = options.checkpoint / "heldout"
+    if missing := [t for t in options.topics if not (held / f"{t}.txt").is_file()]:
+        known = ", ".join(sorted(x.stem for x in held.glob("*.txt"))) or "none"
+        parser.error(f"argument --topics: {', '.join(missing)}: not in {held}; there are: {known}")
     return options
 
 
@@ -342,4 +350,5 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told_in_a_line(ConfigError):
+        sys.exit(main())

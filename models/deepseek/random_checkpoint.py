@@ -9,7 +9,6 @@ Written tensor by tensor, seeded by name: the same seed gives the same bytes wha
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import struct
@@ -22,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep.arguments import Parser, at_least, told_in_a_line
 from models.deepseek.config import DeepSeekConfig
+from models.deepseek.errors import ConfigError
 from models.deepseek.fp8 import quantise_weight, scale_shape
 from models.deepseek.layout import (
     SCALE_SUFFIX,
@@ -209,17 +210,23 @@ def _write_shard(path: Path, entries: list[_Entry]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a random checkpoint.")
+    parser = Parser(description="Write a random checkpoint.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--family", choices=FAMILIES, default="v3")
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--fp8", choices=FP8_KINDS, default=None, help="quantise; kind of scales")
-    parser.add_argument("--shards", type=int, default=None, help="default: 1 tiny, 4 bench")
-    parser.add_argument("--mtp", type=int, default=None, help="MTP layers (default: the family's)")
-    parser.add_argument("--hidden", type=int, default=None, help="hidden size (DeepEP: from 2048)")
-    parser.add_argument("--layers", type=int, default=None, help="layers, the dense first included")
+    parser.add_argument("--shards", type=at_least(1), default=None, help="default: 1 tiny, 4 bench")
+    parser.add_argument(
+        "--mtp", type=at_least(0), default=None, help="MTP layers (default: the family's)"
+    )
+    parser.add_argument(
+        "--hidden", type=at_least(1), default=None, help="hidden size (DeepEP: from 2048)"
+    )
+    parser.add_argument(
+        "--layers", type=at_least(1), default=None, help="layers, the dense first included"
+    )
     args = parser.parse_args()
     given = {
         "num_nextn_predict_layers": args.mtp,
@@ -227,7 +234,10 @@ def main() -> None:
         "num_hidden_layers": args.layers,
     }
     overrides = {key: value for key, value in given.items() if value is not None}
-    config = family_config(args.family, args.size, **overrides)
+    with told_in_a_line(ConfigError):
+        config = family_config(args.family, args.size, **overrides)
+        DeepSeekConfig.from_hf(config)
+        args.out.mkdir(parents=True, exist_ok=True)
     config["torch_dtype"] = args.dtype
     shards = args.shards or (1 if args.size == "tiny" else 4)
     folder = write_random_checkpoint(

@@ -7,7 +7,6 @@ larger than any cache, as in a model. Shapes as in bench.py. Results must be equ
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from ep.arguments import Parser, at_least, between
 from models.deepseek.fp8 import Fp8Rows, quantise_weight
 from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.bench import COLD_BYTES, EXPERTS, HIDDEN, INTER, routed, seconds
@@ -63,9 +63,9 @@ def experts_pair(kernels: Kernels, rows: int) -> tuple[Callable[[], Tensor], Cal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each row")
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=between(0), default=1.0, help="time for each row")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     choice = create_kernels("native")

@@ -8,7 +8,6 @@ Shapes: the bundled checkpoint's attention and that of bench.py.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence as Seq
@@ -18,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ep.arguments import Parser, at_least, between
 from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.bench import batch_for, seconds
 from models.deepseek.kernels.select import create_kernels
@@ -99,9 +99,9 @@ def row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each row")
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=at_least(1), default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=between(0), default=1.0, help="time for each row")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     choice = create_kernels("native")

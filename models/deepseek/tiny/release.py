@@ -7,7 +7,6 @@ own copies of embedding and head) and the 128 x 128 block scales. Knows nothing 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from ep.arguments import Parser, folder, told_in_a_line
 
 from .network import Dense, Layer, MoE, Network, Shape
 from .tokenizer import tokenizer_config
@@ -245,14 +246,15 @@ def load(folder: Path) -> Network:
 
 def main() -> None:
     """Exports the last saved state of a run."""
-    options = argparse.ArgumentParser(description="Export a training run as an FP8 release.")
-    options.add_argument("work", type=Path)
+    options = Parser(description="Export a training run as an FP8 release.")
+    options.add_argument("work", type=folder)
     options.add_argument("out", type=Path)
     args = options.parse_args()
     net = Network(Shape())
-    net.load_state_dict(torch.load(args.work / "run.pt", weights_only=True)["net"])
-    export(net, args.work / "tokenizer.json", args.out)
-    write_held_out(args.work / "corpus.jsonl", args.out / "heldout")
+    with told_in_a_line():
+        net.load_state_dict(torch.load(args.work / "run.pt", weights_only=True)["net"])
+        export(net, args.work / "tokenizer.json", args.out)
+        write_held_out(args.work / "corpus.jsonl", args.out / "heldout")
     size = sum(p.stat().st_size for p in args.out.iterdir() if p.is_file())
     count = sum(p.numel() for p in net.parameters())
     print(f"wrote {args.out}: {size / 1e6:.2f} MB, {count:,} parameters")

@@ -21,6 +21,8 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor
 
+from ep.arguments import Parser, at_least, between, folder, told_in_a_line
+
 from .corpus import SOURCES
 from .data import Mixture, held_out
 from .network import Network, Shape
@@ -218,19 +220,29 @@ class Run:
 
 def parser() -> argparse.ArgumentParser:
     """The options of a run."""
-    options = argparse.ArgumentParser(description="Train the bundled model.")
-    options.add_argument("folder", type=Path, help="work folder that holds the token files")
-    options.add_argument("--minutes", type=float, default=70, help="training time")
-    options.add_argument("--decay", type=float, default=0.5, help="share of it for the decay")
-    options.add_argument("--long", type=float, default=0.2, help="share of it, at the end, for")
-    options.add_argument("--long-length", type=int, default=1024, help="sequences of this length")
-    options.add_argument("--length", type=int, default=256, help="sequence length before")
-    options.add_argument("--tokens", type=int, default=4096, help="tokens a step")
-    options.add_argument("--steps", type=int, default=10**9, help="stop after so many steps")
-    options.add_argument("--validate", type=int, default=400, help="steps between validations")
-    options.add_argument("--save", type=float, default=4, help="minutes between saves")
-    options.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    options.add_argument("--mtp", type=float, default=0.25, help="share of sequences for MTP")
+    options = Parser(description="Train the bundled model.")
+    options.add_argument("folder", type=folder, help="work folder that holds the token files")
+    options.add_argument("--minutes", type=between(0), default=70, help="training time")
+    options.add_argument("--decay", type=between(0), default=0.5, help="share of it for the decay")
+    options.add_argument(
+        "--long", type=between(0), default=0.2, help="share of it, at the end, for"
+    )
+    options.add_argument(
+        "--long-length", type=at_least(1), default=1024, help="sequences of this length"
+    )
+    options.add_argument("--length", type=at_least(1), default=256, help="sequence length before")
+    options.add_argument("--tokens", type=at_least(1), default=4096, help="tokens a step")
+    options.add_argument(
+        "--steps", type=at_least(1), default=10**9, help="stop after so many steps"
+    )
+    options.add_argument(
+        "--validate", type=at_least(1), default=400, help="steps between checks"
+    )
+    options.add_argument("--save", type=between(0), default=4, help="minutes between saves")
+    options.add_argument(
+        "--workers", type=at_least(1), default=2, help="processes of a thread each"
+    )
+    options.add_argument("--mtp", type=between(0), default=0.25, help="share of sequences for MTP")
     options.add_argument("--fresh", action="store_true", help="do not resume")
     return options
 
@@ -239,7 +251,8 @@ def main() -> None:
     """Forks all workers but the first, which is this process."""
     args = parser().parse_args()
     torch.set_num_threads(1)
-    run = Run(args)
+    with told_in_a_line():
+        run = Run(args)
     context = processes.get_context("fork")
     others = [
         context.Process(target=run.work, args=(worker,), daemon=True)

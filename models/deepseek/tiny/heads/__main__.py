@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from ep.arguments import Parser, at_least, checkpoint, told_in_a_line
+
 from ..corpus import MissingSource
 from ..evaluate import fill_card
 from ..network import Network
@@ -39,23 +41,28 @@ DEPTH = 5  # to which EAGLE and the draft model are measured; they can draft dee
 def parser() -> argparse.ArgumentParser:
     """The options of a run."""
     first = (__doc__ or "").splitlines()[0]
-    options = argparse.ArgumentParser(description=first)
+    options = Parser(description=first)
     options.add_argument("work", type=Path, help="work folder (about 1 GB)")
-    options.add_argument("checkpoint", type=Path, help="the target")
+    options.add_argument("checkpoint", type=checkpoint, help="the target")
     options.add_argument("--only", default=",".join(KINDS), help="kinds, comma-separated")
-    options.add_argument("--steps", type=int, default=500, help="training steps of each")
-    options.add_argument("--groups", type=int, default=24, help="of 256 windows to learn from")
+    options.add_argument("--steps", type=at_least(1), default=500, help="training steps of each")
+    options.add_argument(
+        "--groups", type=at_least(1), default=24, help="of 256 windows to learn from"
+    )
     options.add_argument("--out", type=Path, help="where to, if not beside it")
     return options
 
 
 def main() -> None:
     """Makes what is missing, trains, writes, evaluates what was written."""
-    args = parser().parse_args()
+    options = parser()
+    args = options.parse_args()
     kinds = args.only.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        sys.exit(f"error: --only {','.join(unknown)}: valid are {', '.join(KINDS)}")
+        options.error(f"argument --only: {','.join(unknown)}: valid are {', '.join(KINDS)}")
     torch.set_num_threads(1)
+    with told_in_a_line():
+        args.work.mkdir(parents=True, exist_ok=True)
     try:
         write_corpus(args.work, args.checkpoint)
     except MissingSource as error:
