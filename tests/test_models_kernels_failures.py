@@ -12,6 +12,8 @@ from fake_cuda import CUDA, fake_cuda
 from models.deepseek.kernels.gpu.choice import Failures, is_captured, nobody_goes_on
 from models.deepseek.kernels.gpu.gemm_adapters import GemmProblem, TritonGemm
 from models.deepseek.kernels.gpu.gemm_choice import Gemms
+from models.deepseek.kernels.gpu.mla_adapters import MlaProblem, MlaStep, TritonMla
+from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 
 CPU = torch.device("cpu")
 
@@ -111,3 +113,44 @@ def test_who_is_asked_after_it_raised() -> None:
     failures.take(RuntimeError("c"), "lib", 1, 1, CPU)
     assert failures.why("lib", 1, 1) == "it raised RuntimeError: c at 1 rows"
     assert not nobody_goes_on(CPU) and not is_captured(CPU)
+
+
+class BrokenMla:
+    """early: it raises while its step is made, else at its first call."""
+
+    name = "flash_mla"
+
+    def __init__(self, early: bool) -> None:
+        self.early, self.asked = early, 0
+
+    def refusal(self, problem: MlaProblem) -> str | None:
+        return None
+
+    def step(self, problem: MlaProblem, step: MlaStep) -> Any:
+        def decode(q: Any, layer: Any) -> Any:
+            self.asked += 1
+            raise RuntimeError("as asked")
+
+        return decode(None, None) if self.early else decode
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_step_that_may_not_go_on_ends(
+    early: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a capture, or on a device at fault. What is captured next is ours."""
+    stream(monkeypatch, None if capturing else RuntimeError("CUDA error: illegal address"))
+    problem, broken, guard = MlaProblem(4, 512, 64, 64, 90), BrokenMla(early), MlaGuard()
+    said = list[str]()
+    guard.failures.say = said.append
+    with fake_cuda(capturing=capturing):
+        q = torch.empty(4, 4, 576, dtype=torch.bfloat16, device=CUDA)
+        plan: Any = SimpleNamespace(num_rows=4)
+        step = MlaStep(plan, torch.empty(1, 1, dtype=torch.int32, device=CUDA), 1.0)
+        with pytest.raises(RuntimeError, match="as asked"):
+            guard.step(problem, step, [broken, TritonMla()])(q, q)
+        assert not said and guard.choices == ()
+        guard.step(problem, step, [broken, TritonMla()])
+    assert broken.asked == 1
+    assert guard.choices == ("mla decode: triton (no flash_mla: it raised RuntimeError: as asked)",)
