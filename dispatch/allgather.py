@@ -62,6 +62,7 @@ from dispatch.handles import (
     form_for,
     group_problem,
     pairs_as_received,
+    pairs_if_many,
 )
 from dispatch.route import count_picks
 from dispatch.wire import REFUSED, CountFormat, PaddedBlocks, RowFormat, stop_if_refused
@@ -171,7 +172,8 @@ class AllGatherDispatcher(Dispatcher):
         flight.state = HandleState.RECEIVED
         picks = count_picks(slots, self.num_local_experts)
         form = self.row_format.scale_format
-        return Received(Layout.ROUTED, x, slots, weights, picks, scales, form)
+        known = pairs_if_many(self.config, picks, slots.shape[0])
+        return Received(Layout.ROUTED, x, slots, weights, picks, scales, form, num_pairs=known)
 
     # -- and back --------------------------------------------------------------------------
 

@@ -167,6 +167,8 @@ class Received:
     nobody may read, and what the experts hand back is y [N, D], each row where its x lies.
     MASKED: x [e, M, D]; only the first counts[s] rows of slot s may be read.
     Rows in e4m3 have `scales`, and scale_format says what these are.
+    num_pairs: of ROUTED rows, how many slots are not -1 (Q), where the host knows without a wait or
+    a wait is worth it (more rows than this rank may send); None: it does not.
     """
 
     layout: Layout
@@ -178,6 +180,7 @@ class Received:
     scale_format: ScaleFormat = ScaleFormat.NONE
     starts: Tensor | None = None
     alignment: int = 1
+    num_pairs: int | None = None
 
 
 class Handle(Protocol):
@@ -241,6 +244,13 @@ class Dispatcher(Protocol):
     def plan(cls, group: Any, config: DispatchConfig) -> BufferPlan:
         """Bytes that a dispatcher made of these takes on this rank."""
         ...
+
+    @classmethod
+    def expert_rows(cls, group: Any, config: DispatchConfig) -> int:
+        """Rows that this rank's experts are handed at the largest step, valid or not, where their
+        number depends on configuration alone (MASKED, EXPANDED in buffers): what kernels compute
+        with has that size. 0: as many as come (ROUTED), which kernels take in parts."""
+        return 0
 
     @classmethod
     def open(cls, group: Any, config: DispatchConfig, **hooks: Any) -> Self:

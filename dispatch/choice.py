@@ -112,6 +112,10 @@ class Choice:
         plans = [part.kind.plan(group, part.config) for part in self.parts]
         return BufferPlan(sum(p.held for p in plans), max(p.passing for p in plans))
 
+    def expert_rows(self, group: Any) -> int:
+        """`Dispatcher.expert_rows`, the most of both phases."""
+        return max(part.kind.expert_rows(group, part.config) for part in self.parts)
+
     def shares(self, group: Any) -> bool:
         """Whether both phases have one buffer."""
         return shared_plan(group, [(part.kind, part.config) for part in self.parts]) is not None

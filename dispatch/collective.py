@@ -58,6 +58,7 @@ from dispatch.handles import (
     form_for,
     group_problem,
     pairs_as_received,
+    pairs_if_many,
 )
 from dispatch.route import count_picks
 from dispatch.wire import (
@@ -133,8 +134,22 @@ class CollectiveDispatcher(Dispatcher):
 
     @staticmethod
     def plan(group: EPGroup, config: DispatchConfig) -> BufferPlan:
-        """Nothing: buffers are made for each layer and freed when it has come home."""
-        return BufferPlan()
+        """Nothing on CPUs: buffers are made for each layer and freed when it has come home. On
+        GPUs, where memory is planned to the byte, those of one layer in the worst case, all tokens
+        of all ranks to this one."""
+        if "nccl" not in dist.get_backend_config(group.device_group):
+            return BufferPlan()
+        local = config.num_physical_experts // group.size
+        row = RowFormat.choose(config.hidden_size, config.top_k, config.dtype, local, config.wire)
+        picks = min(config.top_k, local) if form_for(config, None) is CombineForm.PAIRS else 1
+        rows, value = group.size * config.max_tokens_per_rank, config.dtype.itemsize
+        arriving = 2 * rows * row.row_bytes  # as they came, and with the own ones among them
+        results = 2 * rows * picks * config.hidden_size * value  # as computed, and in their order
+        sent = config.max_tokens_per_rank * min(config.top_k, group.size)
+        home = sent * row.row_bytes + config.max_tokens_per_rank * config.hidden_size * (
+            config.top_k * value + 4
+        )
+        return BufferPlan(passing=arriving + results + home)
 
     # -- there -----------------------------------------------------------------------------
 
@@ -196,6 +211,7 @@ class CollectiveDispatcher(Dispatcher):
             counts,
             scales[0] if scales else None,
             self.row_format.scale_format,
+            num_pairs=pairs_if_many(self.config, counts, slots.shape[0]),
         )
 
     # -- and back --------------------------------------------------------------------------

@@ -187,6 +187,10 @@ class LowLatencyDispatcher(Dispatcher):
         """held: the library's buffer. passing: what two layers in flight allocate."""
         return BufferPlan(ll_need(group, config).size, ll_passing(group, config))
 
+    @classmethod
+    def expert_rows(cls, group: EPGroup, config: DispatchConfig) -> int:
+        return config.num_physical_experts * config.max_tokens_per_rank  # e * R * M
+
     @property
     def stats(self) -> DispatchStats:  # type: ignore[override]  # read-only here: made on demand
         """Read from the device as it is asked for."""

@@ -188,6 +188,7 @@ class NormalDispatcher(Dispatcher):
             torch.tensor(counts, device=values.device),
             got_scales,
             row_scales(self.config.hidden_size, self.config.wire)[0],
+            num_pairs=sum(counts),
         )
         sent: list[int] = per_rank.tolist()
         flight.own_rows = sent[self.group.rank]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from dispatch.handles import (
     check_rows,
     check_slots,
     check_values,
+    pairs_if_many,
 )
 from dispatch.mib import mib
 from dispatch.words import counted, raised, version_of
@@ -271,6 +272,9 @@ class ElasticDispatcher(Dispatcher):
         else:
             total = None if self.cpu_sync else ticket.psum_num_recv_tokens_per_scaleup_rank[-1]
             received = routed(x, scales, form, picks, weights, total, self.num_local_experts)
+            if self.cpu_sync:
+                known = pairs_if_many(self.config, received.counts, x.shape[0])
+                received = replace(received, num_pairs=known)
         flight.arrived = (ticket, x.shape[0])
         flight.state = HandleState.RECEIVED
         return received

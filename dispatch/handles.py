@@ -271,6 +271,13 @@ def pairs_as_received(y: Tensor, index: Tensor, received: int) -> Tensor:
     return y
 
 
+def pairs_if_many(config: DispatchConfig, counts: Tensor, rows: int) -> int | None:
+    """`Received.num_pairs` of a backend that lets the host wait anyway, from counts [e]: it waits
+    once more where more rows came than this rank may send, so that room is made for what is there,
+    not for what could be."""
+    return int(counts.sum()) if rows > config.max_tokens_per_rank else None
+
+
 def pair_index(slots: Tensor) -> Tensor:
     """slots [N, K] -> [N, K] int64: number of each valid pair in row-major order, -1 elsewhere."""
     valid = (slots >= 0).reshape(-1)

@@ -191,6 +191,10 @@ class SymmetricDispatcher(Dispatcher):
         home = 4 * config.max_tokens_per_rank * config.hidden_size
         return BufferPlan(held=held, passing=IN_FLIGHT * home)
 
+    @classmethod
+    def expert_rows(cls, group: EPGroup, config: DispatchConfig) -> int:
+        return rows_out(config, group.size, config.max_tokens_per_rank, cls.align)
+
     @property
     def notes(self) -> list[str]:
         return self._notes

@@ -173,6 +173,9 @@ def differences(
     if received.layout is Layout.ROUTED:
         # `local` passes rows through that no expert wants; no other backend sends them.
         keep = (received.slots >= 0).any(1)
+        pairs = int((received.slots >= 0).sum())
+        if received.num_pairs not in (None, pairs):  # room for pairs is made by it
+            found.append(f"received.num_pairs: {received.num_pairs}, not {pairs}")
         if received.scale_format is not want.scale_format:
             found.append(f"received.scale_format: {received.scale_format.value}")
         for name in ("x", "scales", "slots", "weights", "counts"):

@@ -168,8 +168,7 @@ def build_engine(
     if ledger is not None:
         recorder.wants_rows = False  # of some dispatchers, to know them is to wait for the device
         recorder.api = CudaApi(model.device)
-        warm_up_prefill(runner, config.schedule.token_budget)
-        ledger.took("workspace")
+        _measure_steps(ledger, runner, config.schedule.token_budget)
         runner.graphs = open_graphs(
             config, group, runner, plan.max_model_len, nodes, start.notes,
             lambda size, done, of: progress("graphs", done, of),
@@ -237,10 +236,10 @@ def _memory_plan(
 ) -> MemoryLedger | None:
     """What memory is for, before anything is taken; ConfigError where it does not reach, for the
     cache of one sequence as well. On a GPU (else None) the plan is printed. Collective."""
-    buffers, itemsize = start.dispatchers.plan(group).total, start.dtype.itemsize
+    buffers, itemsize = start.dispatchers.plan(group), start.dtype.itemsize
     ledger = open_ledger(
-        config, start.device, start.model, start.weight_bytes, start.keeps_fp8, buffers, nodes,
-        itemsize,
+        config, start.device, start.model, start.weight_bytes, start.keeps_fp8, buffers.held, nodes,
+        itemsize, buffers.passing, start.dispatchers.expert_rows(group),
     )  # fmt: skip
     layers = start.model.num_hidden_layers
     layers += start.model.num_mtp_layers if start.with_mtp else 0
@@ -252,7 +251,7 @@ def _memory_plan(
     if ledger is None:
         here, sharers = start.device.free_bytes(group.ranks_per_node)
         left = max(here - sharers * start.known_bytes["weights"], 0)
-        beside = {"dispatch_buffers": buffers, "drafter": drafter}
+        beside = {"dispatch_buffers": buffers.total, "drafter": drafter}
         _plan_cache(config, group, start, a_token, (left, sharers), beside)
         return None
     experts = ledger.planned.get("weights: experts", 0)
@@ -268,9 +267,22 @@ def _memory_plan(
     agree_on_problems(group, [short] if short else [])
     weights = {kind for kind in ledger.planned if kind.startswith("weights: ")}
     left = ledger.at_start - sum(ledger.planned[kind] for kind in weights)
-    beside = {k: n for k, n in ledger.planned.items() if k not in weights and k != "kv_cache"}
+    kinds = ("rebalance_staging", "drafter", "graphs", "workspace")
+    beside = {"dispatch_buffers": buffers.total} | {kind: ledger.planned[kind] for kind in kinds}
     _plan_cache(config, group, start, a_token, (left, 1), beside)
     return ledger
+
+
+def _measure_steps(ledger: MemoryLedger, runner: ModelRunner, token_budget: int) -> None:
+    """What the largest steps take beside what is kept. Collective."""
+    api = CudaApi(runner.cache.layers[0].device)
+
+    def measured() -> None:
+        ledger.peak("workspace")
+        api.give_back()  # blocks of one step's sizes fit no other's: together they are no need
+
+    warm_up_prefill(runner, token_budget, measured)
+    ledger.took("workspace")
 
 
 def _plan_cache(

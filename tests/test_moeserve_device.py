@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from dispatch.base import CombineForm
 from ep.group import EPGroup
 from models.deepseek.config import DeepSeekConfig
 from moeserve import startup
 from moeserve.config import ServeConfig
 from moeserve.device.choose import Cuda, DeviceUnavailable, choose_device, look, no_cuda, refused
 from moeserve.device.ledger import SLACK_BYTES, MemoryLedger, workspace_bytes
-from moeserve.device.opening import decode_rows, graph_memory, in_fp8, open_ledger, plan_kv
+from moeserve.device.opening import (
+    decode_rows,
+    graph_memory,
+    in_fp8,
+    open_ledger,
+    plan_kv,
+    worst_picks,
+)
 from moeserve.errors import ConfigError
 from moeserve.startup import prepare
 
@@ -154,6 +162,42 @@ def test_a_plan_is_told_and_held() -> None:
     assert ledger.report()["taken"]["kv_cache"] == 30 * GIB
 
 
+def test_what_was_taken_and_given_back_counts_for_its_kind_alone() -> None:
+    memory = Memory(100 * GIB)
+    ledger = MemoryLedger(memory, 140 * GIB)
+    ledger.plan({"workspace": 2 * GIB, "workspace: rows on their way": 3 * GIB, "graphs": GIB})
+    for taken in (2, 6, 1):
+        memory.free -= taken * GIB
+        ledger.peak("workspace")
+        memory.free += taken * GIB
+    assert ledger.took("workspace") == 6 * GIB
+    (line,) = ledger.exceeded()
+    assert "workspace took 6442450944 bytes (6.00 GiB), 5368709120 (5.00 GiB) were" in line
+    ledger.plan({"workspace": 3 * GIB})
+    assert ledger.took("graphs") == ledger.took("workspace") == 0
+    assert ledger.exceeded() == [] and ledger.taken["workspace"] == 6 * GIB
+
+
+@pytest.mark.parametrize("form", list(CombineForm))
+def test_the_worst_that_can_be_sent(form: CombineForm) -> None:
+    cpu = torch.device("cpu")
+    even, *turns = worst_picks(12, 3, 4, 2, form, cpu)
+    for picks in (even, *turns):
+        assert picks.dtype == torch.int32 and picks.shape == (12, 3)
+        for row in picks.tolist():
+            slots = [slot for slot in row if slot >= 0]
+            assert len(slots) == len(set(slots)) > 0 and max(slots) < 8
+    counts = torch.bincount(even.flatten().long(), minlength=8)
+    assert int(counts.max() - counts.min()) <= 1 and int(counts.sum()) == 36
+    assert len(turns) == 4
+    for rank, picks in enumerate(turns):
+        there = picks[picks >= 0]
+        assert set((there // 2).tolist()) == {rank}
+        assert there.numel() == 12 * (2 if form is CombineForm.PAIRS else 1)
+    (alone,) = worst_picks(5, 3, 1, 2, form, cpu)  # fewer slots than picks
+    assert (alone >= 0).sum(1).tolist() == [2] * 5
+
+
 def test_a_plan_that_does_not_fit_names_the_largest() -> None:
     ledger = MemoryLedger(Memory(10 * GIB), 140 * GIB)
     ledger.plan({"weights: experts": 9 * GIB, "dispatch_buffers": 2 * GIB})
@@ -175,6 +219,8 @@ def test_what_is_planned_follows_the_settings() -> None:
     assert graph_memory(given) == 512 << 20
     small, large = (workspace_bytes(model, n, 8, 2) for n in (64, 512))
     assert large - small == (512 - 64) * ((large - small) // 448) > 0
+    few, many = (workspace_bytes(model, 64, 8, 2, n) for n in (64, 4096))
+    assert few == small < many  # of a layout that has so many rows
     whole = {"experts": 2048, "attention": 2048, "embed": 100, "norm": 8}
     kept = in_fp8(whole, model, 2)
     assert (kept["experts"], kept["embed"], kept["norm"]) == (1025, 100, 8)

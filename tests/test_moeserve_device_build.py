@@ -21,6 +21,7 @@ from launch.env import RankEnv
 from models.deepseek.kernels.gpu.launches import uncovered
 from models.deepseek.kernels.gpu.registry import all_cases
 from models.deepseek.kernels.select import KernelChoice
+from models.deepseek.model import DeepSeekModel
 from models.deepseek.random_checkpoint import write_random_checkpoint
 from models.deepseek.random_families import family_config
 from moeserve import build, runner, startup
@@ -110,6 +111,7 @@ def test_an_engine_for_a_gpu(
     printed = capsys.readouterr().err
     lines = printed.splitlines()
     assert lines[0].startswith("moeserve: memory plan: ")
+    assert info["memory_plan"]["taken"]["workspace"] == 0  # of the fake one
     for kind in ("weights: experts", "graphs", "workspace", "kv cache"):
         assert any(line.startswith(f"moeserve:   {kind} ") for line in lines), kind
     assert "wire: rows travel in FP8" in printed and "device: cuda, one a rank (auto)" in printed
@@ -181,6 +183,28 @@ def test_who_takes_more_than_planned_ends_the_start(
         gpu["free"] -= 5 * GIB
 
     monkeypatch.setattr(build, "warm_up_prefill", hungry)
+    with warnings.catch_warnings(), fake_cuda():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match="memory: workspace took 5368709120 bytes"):
+            build.build_engine(settings(folder, engine={"quiet": True}), EPGroup.single())
+
+
+def test_the_largest_step_that_was_given_back_counts(
+    folder: Path, gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the worst steps is measured by itself, rows on their way with the others."""
+    given: list[int] = []
+
+    def exchange(model: Any, slots: torch.Tensor) -> None:
+        gpu["free"] -= 5 * GIB
+        given.append(5 * GIB)
+
+    def give_back(self: Any) -> None:
+        gpu["free"] += sum(given)
+        given.clear()
+
+    monkeypatch.setattr(DeepSeekModel, "exchange", exchange)
+    monkeypatch.setattr(api.ReplayedApi, "give_back", give_back)
     with warnings.catch_warnings(), fake_cuda():
         warnings.simplefilter("ignore")
         with pytest.raises(ConfigError, match="memory: workspace took 5368709120 bytes"):

@@ -25,10 +25,13 @@ def run_experts(
     form: CombineForm,
     dtype: torch.dtype = torch.bfloat16,
     expected_pairs: int | None = None,
+    most_pairs: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """What `combine_start` wants: y and, for ROUTED rows in the PAIRS form, the index of pairs.
     dtype: the model's; rows in FP8 are dequantised to it. expected_pairs: (token, slot) pairs that
     are likely here, where only the device knows how many are: it chooses among tiles, no more.
+    most_pairs: for how many there is room at once (None: all) where kernels take rows as they lie;
+    of ROUTED rows that may have more, so many are computed at a time. No bit depends on it.
 
     SUMMED: y [N, D] in the dtype of x, weighted here. PAIRS: y [Q, D] unweighted.
 
@@ -37,7 +40,7 @@ def run_experts(
     it is. Rows that belong to nobody then come back with anything in them.
     """
     if hasattr(kernels, "experts_masked"):
-        return _as_they_lie(kernels, received, weights, form, dtype, expected_pairs)
+        return _as_they_lie(kernels, received, weights, form, dtype, expected_pairs, most_pairs)
     if received.layout is Layout.MASKED:
         return _masked(kernels, received, weights, form, dtype), None
     if received.scales is not None:
@@ -100,6 +103,7 @@ def _as_they_lie(
     form: CombineForm,
     dtype: torch.dtype,
     expected_pairs: int | None,
+    most_pairs: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     r = received
     rows = None if expected_pairs is None else -(-expected_pairs // max(1, weights.num_slots))
@@ -107,10 +111,10 @@ def _as_they_lie(
         x = dequantise(r.x, r.scales, r.scale_format, dtype)
         r = replace(r, x=x, scales=None, scale_format=ScaleFormat.NONE)
     if r.layout is Layout.ROUTED:
-        y, index = kernels.experts_routed(r.x, r.scales, r.slots, weights, dtype, rows)
-        if form is CombineForm.PAIRS:
-            return y, index
-        return kernels.combine_pairs(y, index, r.weights).to(dtype), None
+        # At least those of a row, which are never parted.
+        most = r.slots.numel() if most_pairs is None else max(most_pairs, r.slots.shape[1])
+        made = _Routed(kernels, r, weights, dtype, rows, most)
+        return made.pairs() if form is CombineForm.PAIRS else (made.summed(), None)
     if r.layout is Layout.MASKED:
         y = kernels.experts_masked(r.x, r.scales, r.counts, weights, dtype, rows)
     else:
@@ -120,6 +124,74 @@ def _as_they_lie(
     if form is not CombineForm.SUMMED:
         return y, None
     return (y.to(torch.float32) * r.weights.view(*y.shape[:-1], 1)).to(y.dtype), None
+
+
+class _Routed:
+    """ROUTED rows on a device, in parts of so few that `most` places for pairs do: how many of the
+    N * K picks are valid the host knows at the best (`Received.num_pairs`), and if all ranks send
+    all they have to this one, they are R times as many as there is room for."""
+
+    def __init__(
+        self,
+        kernels: Any,
+        received: Received,
+        weights: ExpertWeights,
+        dtype: torch.dtype,
+        expected_rows: int | None,
+        most: int,
+    ) -> None:
+        self.kernels, self.received, self.weights, self.dtype = kernels, received, weights, dtype
+        rows, top_k = received.slots.shape
+        self.step = max(1, most // max(1, top_k))  # rows at a time
+        known = received.num_pairs
+        self.whole = rows <= self.step or (known is not None and known <= most)
+        # The same for each part as for all: what it chooses is no matter of parts.
+        self.expected = expected_rows or -(-received.slots.numel() // max(1, weights.num_slots))
+
+    def summed(self) -> Tensor:
+        """[N, D], weighted and summed."""
+        r, rows = self.received, self.received.slots.shape[0]
+        out = torch.empty(rows, r.x.shape[1], dtype=self.dtype, device=r.x.device)
+        y, index = self._experts(slice(0, rows)) if self.whole else (None, None)
+        for part in self._parts():
+            if self.whole:
+                assert y is not None and index is not None
+                of_rows = index[part]
+            else:
+                y, of_rows = self._experts(part)
+            out[part] = self.kernels.combine_pairs(y, of_rows, r.weights[part])  # fp32 until here
+        return out
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """[Q, D] unweighted, and the index. Of parts, valid pairs only are kept, row-major: the
+        host waits for each, as backends do whose rows come so many."""
+        r = self.received
+        if self.whole:
+            return self._experts(slice(0, r.slots.shape[0]))
+        total = int(r.counts.sum()) if r.num_pairs is None else r.num_pairs
+        out = torch.empty(total, r.x.shape[1], dtype=self.dtype, device=r.x.device)
+        valid = r.slots >= 0
+        numbers = (valid.reshape(-1).cumsum(0) - 1).view(r.slots.shape)
+        done = 0
+        for part in self._parts():
+            y, index = self._experts(part)
+            places = index[valid[part]]
+            torch.index_select(y, 0, places, out=out[done : done + places.shape[0]])
+            done += places.shape[0]
+        return out, torch.where(valid, numbers, -1)
+
+    def _parts(self) -> list[slice]:
+        rows = self.received.slots.shape[0]
+        return [slice(at, min(at + self.step, rows)) for at in range(0, rows, self.step)]
+
+    def _experts(self, part: slice) -> tuple[Tensor, Tensor]:
+        r = self.received
+        scales = None if r.scales is None else r.scales[part]
+        known = r.num_pairs if self.whole else None
+        y, index = self.kernels.experts_routed(
+            r.x[part], scales, r.slots[part], self.weights, self.dtype, self.expected, known
+        )
+        return y, index
 
 
 def _spread(y: Tensor, rows: Tensor, received: Received, form: CombineForm) -> Tensor:

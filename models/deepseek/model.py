@@ -177,6 +177,15 @@ class DeepSeekModel:
         _report_other(clock, start)
         return ForwardOutput(hidden=hidden, logits=logits)
 
+    def exchange(self, slots: Tensor) -> None:
+        """Rows of zeros to the physical slots [T, K] int32 (-1: none) of the first layer with
+        experts, and home: what is measured so needs no gate to pick it. Collective."""
+        moe = self.weights.moe_layers()[0]
+        width, device = self.config.hidden_size, slots.device
+        x = torch.zeros(slots.shape[0], width, dtype=self.dtype, device=device)
+        scores = torch.ones(slots.shape, dtype=torch.float32, device=device)
+        drain(self._moe.exchange(x, slots, scores, moe, Clock(None)))
+
     def close(self) -> None:
         self.dispatcher.close()
 

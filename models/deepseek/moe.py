@@ -89,6 +89,13 @@ class MoE:
             if clock.observer is not None:
                 clock.observer.expert_picks(weights.row, ids)
             slots = route(ids, table, token_keys(x.shape[0], self.rank + first_row, x.device))
+        return (yield from self.exchange(x, slots, scores, weights, clock))
+
+    def exchange(
+        self, x: Tensor, slots: Tensor, scores: Tensor, weights: MoeWeights, clock: Clock
+    ) -> Stages:
+        """`stages` behind the gate: x [T, D] to the physical slots [T, K] int32 (-1: none) with
+        scores [T, K] fp32, and home."""
         with clock.part("dispatch"):
             rows = self._for_wire(x)
             handle = self.dispatcher.dispatch_start(rows, slots, scores)
@@ -102,10 +109,14 @@ class MoE:
             received = self.dispatcher.dispatch_finish(handle)
         with clock.part("experts"):
             form = self.dispatcher.combine_form
-            # As many picks arrive at a rank as it sends, in the mean.
+            # As many picks arrive at a rank as it sends, in the mean; and for as many as it may
+            # send at most there is room.
+            config = self.dispatcher.config
             y, index = run_experts(
-                self.kernels, received, weights.experts, form, x.dtype, expected_pairs=slots.numel()
-            )
+                self.kernels, received, weights.experts, form, x.dtype,
+                expected_pairs=slots.numel(),
+                most_pairs=config.max_tokens_per_rank * config.top_k,
+            )  # fmt: skip
         with clock.part("combine"):
             self.dispatcher.combine_start(handle, y, index)
         yield

@@ -27,16 +27,21 @@ class MemoryLedger:
         self.at_start = self._mark = free()
         self.planned: dict[str, int] = {}
         self.taken: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
 
     def plan(self, parts: Mapping[str, int]) -> None:
         """Bytes by kind; a kind that is planned again counts as told last."""
         self.planned.update(parts)
 
+    def peak(self, kind: str) -> None:
+        """What has been taken since the last `took` is of this kind, and may be given back now."""
+        self._peaks[kind] = max(self._peaks.get(kind, 0), self._mark - self._free())
+
     def took(self, kind: str) -> int:
-        """What has been taken since the last call is of this kind -> its bytes. What was given
-        back counts as nothing."""
+        """What has been taken since the last call is of this kind, or was at a `peak` -> its bytes.
+        What was given back counts as nothing else."""
         now = self._free()
-        taken, self._mark = max(self._mark - now, 0), now
+        taken, self._mark = max(self._mark - now, self._peaks.pop(kind, 0), 0), now
         self.taken[kind] = self.taken.get(kind, 0) + taken
         return taken
 
@@ -63,8 +68,8 @@ class MemoryLedger:
         )
 
     def exceeded(self) -> list[str]:
-        """A line for each kind that took more than planned; "weights" is held to all kinds of
-        them together."""
+        """A line for each kind that took more than planned; "weights" and "workspace" are held to
+        all kinds of them ("weights: experts") together."""
         lines = []
         for kind, taken in self.taken.items():
             planned = sum(
@@ -82,17 +87,22 @@ class MemoryLedger:
         return {"planned": dict(self.planned), "taken": dict(self.taken)}
 
 
-def workspace_bytes(model: DeepSeekConfig, token_budget: int, rows: int, itemsize: int) -> int:
+def workspace_bytes(
+    model: DeepSeekConfig, token_budget: int, rows: int, itemsize: int, expert_rows: int = 0
+) -> int:
     """What a step holds while it runs, at most: activations of a layer for token_budget rows, and
-    the logits of `rows`, their probabilities and a copy."""
+    the logits of `rows`, their probabilities and a copy. Experts compute as many (token, expert)
+    pairs at once as a rank may send, however many come (`run_experts`, most_pairs); or expert_rows,
+    where a layout has so many (`Dispatcher.expert_rows`)."""
     c, picks = model, model.num_experts_per_tok + model.n_shared_experts
     attention = (c.q_lora_rank or 0) + c.cache_width
     attention += c.num_attention_heads * (
         c.qk_head_dim + c.kv_lora_rank + c.cache_width + c.v_head_dim
     )
     expert = 2 * c.hidden_size + 3 * c.moe_intermediate_size
-    token = (6 * c.hidden_size + attention + picks * expert) * itemsize + 4 * c.hidden_size
-    return token_budget * token + 12 * rows * c.vocab_size + ATTENTION_PARTS
+    token = (6 * c.hidden_size + attention) * itemsize + 4 * c.hidden_size
+    experts = max(token_budget * picks, expert_rows) * expert * itemsize
+    return token_budget * token + experts + 12 * rows * c.vocab_size + ATTENTION_PARTS
 
 
 def _words(kind: str) -> str:

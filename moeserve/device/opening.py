@@ -6,9 +6,12 @@ Knows settings, what `prepare` resolved, the runner. On CPUs none of it is opene
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator
 
-from dispatch.base import Dispatcher
+import torch
+from torch import Tensor
+
+from dispatch.base import CombineForm, Dispatcher
 from ep.group import EPGroup
 from models.deepseek.config import DeepSeekConfig
 from models.interface import ForwardBatch
@@ -68,9 +71,12 @@ def open_ledger(
     buffers: int,
     drafts: int,
     itemsize: int,
+    passing: int = 0,
+    expert_rows: int = 0,
 ) -> MemoryLedger | None:
     """The plan of a GPU's memory but for the KV cache, whose size follows from it. weights: bytes
-    by kind if none were FP8. None on a CPU."""
+    by kind if none were FP8. buffers, passing: `BufferPlan`; expert_rows: `Dispatcher`. None on a
+    CPU."""
     if device.on_cpu:
         return None
     where = device.device
@@ -85,7 +91,10 @@ def open_ledger(
         {
             "dispatch_buffers": buffers,
             "graphs": graph_memory(config),
-            "workspace": workspace_bytes(model, config.schedule.token_budget, rows, itemsize),
+            "workspace": workspace_bytes(
+                model, config.schedule.token_budget, rows, itemsize, expert_rows
+            ),
+            "workspace: rows on their way": passing,
         }
     )
     return ledger
@@ -172,9 +181,35 @@ def open_graphs(
     return graphs if graphs.rungs else None
 
 
+def worst_picks(
+    rows: int, top_k: int, num_ranks: int, local: int, form: CombineForm, device: torch.device
+) -> Iterator[Tensor]:
+    """[rows, top_k] int32, physical slots: what all ranks send alike, where each has `local` slots.
+    First evenly to all: as many pairs come as are sent. Then, to each rank in turn, all rows: the
+    most that can come to it, with one pick each where it sends back a sum of them, with all that it
+    can have where it sends back each."""
+
+    def count(size: int) -> Tensor:
+        return torch.arange(size, dtype=torch.int32, device=device)
+
+    numbers = count(rows * top_k).view(rows, top_k)
+    even = numbers % (num_ranks * local)
+    even[:, num_ranks * local :] = -1  # a token's slots are distinct
+    yield even
+    each = min(top_k, local) if form is CombineForm.PAIRS else 1
+    for rank in range(num_ranks if num_ranks > 1 else 0):
+        picks = torch.full((rows, top_k), -1, dtype=torch.int32, device=device)
+        picks[:, :each] = (count(rows)[:, None] + count(each)) % local + rank * local
+        yield picks
+
+
 @torch.inference_mode()
-def warm_up_prefill(runner: ModelRunner, rows: int) -> None:
-    """A step of the largest size whose rows are all nobody's: takes what such a step will take."""
+def warm_up_prefill(
+    runner: ModelRunner, rows: int, measured: Callable[[], None] = lambda: None
+) -> None:
+    """A step of the largest size whose rows are all nobody's, then the worst that can be sent in
+    one (`worst_picks`): takes what such steps will take. measured: called behind each, and may give
+    back what it left. Collective, where the model is."""
     device = runner.cache.layers[0].device
     nobody = torch.full((rows,), -1, dtype=torch.int64, device=device)
     batch = ForwardBatch(
@@ -193,3 +228,13 @@ def warm_up_prefill(runner: ModelRunner, rows: int) -> None:
     if dispatcher is not None:
         dispatcher.set_step_bound(rows)
     runner.model.forward(batch, runner.cache, None)
+    measured()
+    exchange = getattr(runner.model, "exchange", None)
+    placement = getattr(runner.model, "placement", None)
+    if dispatcher is None or exchange is None or placement is None:
+        return
+    ranks, local = placement.num_ranks, placement.num_local_experts
+    top_k, form = dispatcher.config.top_k, dispatcher.combine_form
+    for picks in worst_picks(rows, top_k, ranks, local, form, device):
+        exchange(picks)
+        measured()

@@ -20,7 +20,7 @@ from models.deepseek.random_families import family_config
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.device.api import ReplayedApi
-from moeserve.device.opening import open_graphs
+from moeserve.device.opening import open_graphs, warm_up_prefill
 from moeserve.device.staging import Staging
 from moeserve.request import Request, SamplingParams
 
@@ -43,6 +43,12 @@ def test_ranks_replay_the_same_rung_and_give_the_same_tokens(tmp_path: Path) -> 
     assert one["too_long"] == other["too_long"] > 3
     assert one["fewer"] == other["fewer"] and 0 < one["fewer"] < one["replays"]
     assert (one["says"], other["says"]) == ("another rank cannot", "as asked")
+    # The start measures the worst: all rows of both ranks come to each, with all their picks.
+    for report in (one, other):
+        rows, pairs = zip(*report["came"], strict=True)
+        assert max(rows) == 2 * 12 and max(pairs) == 2 * 12 * report["picks"]
+        assert 12 * report["picks"] in pairs  # as many as are sent, where all are sent evenly
+    assert len(one["came"]) == len(other["came"])
 
 
 def tokens(
@@ -103,14 +109,15 @@ def rank_main(group: EPGroup, folder: Path) -> dict[str, Any]:
         "fewer": fewer.num_replays,
         "too_long": fewer.num_too_long,
     }
+    report |= worst(folder, group)
     # What one rank cannot capture, none replays.
     api = ReplayedApi(refuse=frozenset({0}) if group.rank == 1 else frozenset())
     report["says"] = refusal(folder, group, api)
     return report
 
 
-def refusal(folder: Path, group: EPGroup, api: ReplayedApi) -> str:
-    config = ServeConfig.load(
+def plain_settings(folder: Path, group: EPGroup) -> ServeConfig:
+    return ServeConfig.load(
         None,
         {
             "model": {"checkpoint": folder / "v3", "kernels": "torch"},
@@ -120,6 +127,28 @@ def refusal(folder: Path, group: EPGroup, api: ReplayedApi) -> str:
             "schedule": {"max_model_len": MAX_LEN, "token_budget": 12, "max_num_sequences": 4},
         },
     )
+
+
+def worst(folder: Path, group: EPGroup) -> dict[str, Any]:
+    """came: rows and valid pairs of each layer on this rank while prefill is warmed up."""
+    engine = build_engine(plain_settings(folder, group), group)
+    dispatcher: Any = engine.runner.model.dispatcher  # type: ignore[attr-defined]
+    finish, came = dispatcher.dispatch_finish, []
+
+    def seen(handle: Any) -> Any:
+        received = finish(handle)
+        came.append((received.slots.shape[0], int((received.slots >= 0).sum())))
+        return received
+
+    dispatcher.dispatch_finish = seen
+    warm_up_prefill(engine.runner, 12)
+    picks = min(dispatcher.config.top_k, dispatcher.num_local_experts)
+    engine.close()
+    return {"came": came, "picks": picks}
+
+
+def refusal(folder: Path, group: EPGroup, api: ReplayedApi) -> str:
+    config = plain_settings(folder, group)
     engine = build_engine(config, group)
     dispatcher: Any = engine.runner.model.dispatcher  # type: ignore[attr-defined]
     dispatcher.graph_safe = True

@@ -112,11 +112,16 @@ def place_kernel(
 
 
 def sort_pairs(
-    slots: Tensor, num_slots: int, alignment: int = 1, capacity: int | None = None
+    slots: Tensor,
+    num_slots: int,
+    alignment: int = 1,
+    capacity: int | None = None,
+    num_pairs: int | None = None,
 ) -> PairLayout:
     """slots [T, K] int32, local slot or -1 (numbers beyond are taken as -1). capacity: the masked
     layout, Q = e * capacity; pairs for which a slot has no room get no place, and its count tells.
-    Otherwise Q is what T * K pairs need at most."""
+    Otherwise Q is what num_pairs need at most (never fewer than there are: places are not checked),
+    None: T * K."""
     if slots.dim() != 2 or slots.dtype != torch.int32:
         raise ShapeRefused(f"slots is {slots.dtype} {tuple(slots.shape)}: must be int32 [T, K]")
     if not 0 < num_slots <= MAX_SLOTS or alignment < 1 or (capacity is not None and capacity < 1):
@@ -129,7 +134,8 @@ def sort_pairs(
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, num_slots, dtype=torch.int32, device=device)
     starts, ends, totals = torch.empty(3, num_slots + 1, dtype=torch.int32, device=device)
-    size = room_for(pairs, num_slots, alignment) if capacity is None else num_slots * capacity
+    known = pairs if num_pairs is None else min(num_pairs, pairs)
+    size = room_for(known, num_slots, alignment) if capacity is None else num_slots * capacity
     pair_rows = torch.full((size,), -1, dtype=torch.int32, device=device)
     index = torch.empty(slots.shape, dtype=torch.int64, device=device)
     if chunks:

@@ -197,22 +197,26 @@ class TritonDense:
         weights: ExpertWeights,
         dtype: torch.dtype,
         expected_rows: int | None = None,
+        num_pairs: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rows as they arrived (dispatch.base.Received, ROUTED): x [N, D] in dtype, or e4m3 with
         scales in any format; slots [N, K] -> [Q, D] unweighted and index [N, K] for combine_pairs;
-        rows of no pair hold anything. Segments of slots lie as who multiplies them wants it."""
+        rows of no pair hold anything. Segments of slots lie as who multiplies them wants it.
+        num_pairs: how many picks are valid, where the host knows: Q is what they need, else what
+        N * K would."""
         if not isinstance(weights, TritonFp8ExpertWeights):
             if scales is not None:
                 raise foreign(weights)
-            pair_rows, offsets, index = self.sort_pairs(slots, weights.num_slots)
-            return self.experts(x, pair_rows, offsets, weights, expected_rows), index
+            layout = sort_pairs(slots, weights.num_slots, num_pairs=num_pairs)
+            rows, offsets = layout.pair_rows, layout.starts
+            return self.experts(x, rows, offsets, weights, expected_rows), layout.index
         ue8m0 = weights.ue8m0
         powers = ue8m0 and (scales is None or scales.dtype == torch.int32)
         if scales is None:
             x, scales = quantise(x, ScaleFormat.F32_ROW, ue8m0=ue8m0)
         expected = expected_rows or -(-slots.numel() // max(1, weights.num_slots))
         alignment = self.gemms.alignment(scales, weights.gate_up, dtype, expected, ue8m0=powers)
-        layout = sort_pairs(slots, weights.num_slots, alignment)
+        layout = sort_pairs(slots, weights.num_slots, alignment, num_pairs=num_pairs)
         if layout.pair_rows.shape[0] == 0:
             return torch.zeros(0, x.shape[1], dtype=dtype, device=x.device), layout.index
         rows, scales = _permuted(x, scales, layout.pair_rows)
