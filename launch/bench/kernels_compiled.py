@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from models.deepseek.kernels.gpu.compiled import Record
 
 WORSE, NOTHING_COMPARED = 1, 3  # exit codes
+NARROW = 110  # columns of a terminal: below, the table does without frames and long headings
 NAMED = 8  # that do not compile: so many are named on the screen
 BENCHMARKS = Path("BENCHMARKS.md")
 MARKS = ("<!-- compiled kernels -->", "<!-- end of compiled kernels -->")
@@ -278,18 +279,21 @@ def with_table(page: str, table: str) -> str:
 
 
 def _show(title: str, reports: Sequence[CompileReport]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from models.deepseek.kernels.gpu.compiled import unit_of, wide_loads
 
     console = wide_console()
-    table = Table(title=title, title_justify="left")
+    narrow = console.width < NARROW
+    shape: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+    table = Table(title=title, title_justify="left", **(shape if narrow else {}))
     table.add_column("kernel", no_wrap=not console.is_terminal, overflow="fold")
     table.add_column("configuration", overflow="fold")
-    table.add_column("for", overflow="fold")
-    for name in ("registers", "spills", "shared KiB", "wide loads"):
+    table.add_column("for", overflow="fold", min_width=7 if narrow else None)
+    for name in ("regs" if narrow else "registers", "spills", "shared KiB", "wide loads"):
         table.add_column(name, justify="right", overflow="fold")
-    table.add_column("matrix unit", overflow="fold")
+    table.add_column("unit" if narrow else "matrix unit", overflow="fold")
     for report in reports:
         table.add_row(
             report.kernel,
