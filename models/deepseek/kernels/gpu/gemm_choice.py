@@ -182,9 +182,10 @@ class Gemms:
 
     def _taken(self, problem: GemmProblem, rows: int) -> GemmBackend:
         bucket = at_most(rows)
-        if (problem, bucket) not in self._chosen:
-            self._chosen[problem, bucket] = self._choose(problem, bucket)
-        return self._chosen[problem, bucket][0]
+        held = self._chosen.get((problem, bucket))
+        if held is None:
+            held = self._chosen[problem, bucket] = self._choose(problem, bucket)
+        return held[0]
 
     def _run(self, problem: GemmProblem, a: Tensor, rows: int, run: Run) -> Tensor:
         backend = self._taken(problem, rows)
