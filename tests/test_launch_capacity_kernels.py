@@ -316,6 +316,11 @@ def test_factors_are_shown() -> None:
     ):  # fmt: skip
         assert told in words, told
     assert pytest.approx(0.408, rel=0.01) == (374e12 / (1979e12 * 0.567) + 244 * 1.84e-6) * 1.222
+    long = ["plan", "deepseek-v3", "--gpus", "64", "--gpu", "h200", "--phase", "prefill",
+            "--input-tokens", "131072", "--tokens", "16384", "--kernels"]  # fmt: skip
+    screen = CliRunner().invoke(app, long, env={"COLUMNS": "80"}).stdout
+    assert "sum with the shared " in screen and "…" not in screen, "nothing is cut"
+    assert max(map(len, screen.splitlines())) <= 80
     young = CliRunner().invoke(app, ["plan", "deepseek-v3", "--gpus", "64", "--gpu", "gb200",
                                      "--phase", "decode", "--kernels"]).stdout  # fmt: skip
     assert "x 1.62 of all" in " ".join(young.split()) and "in every layer" not in young

@@ -123,6 +123,13 @@ def test_a_mode_is_told_or_refused_wherever_kernels_predict() -> None:
     best = fast["phases"]["decode"]["best"]["prediction"]["tokens_per_s_per_gpu"]
     slow = told(*flags, *KERNELS)["phases"]["decode"]["best"]["prediction"]["tokens_per_s_per_gpu"]
     assert best > slow
+    assert fast["prefill_is_least"] is False and told(*flags, *KERNELS)["prefill_is_least"]
+    least = "; prefill takes at least so long"
+    flags = [*V3, "--search", "--max-gpus", "16", *KERNELS, "--phase"]
+    for phase, more, said in (("prefill", [], True), ("decode", [], False),
+                              ("prefill", ["--no-deterministic"], False)):  # fmt: skip
+        assert (least in shown(*flags, phase, *more)) == said
+    flags = [*V3, "--search", "--max-gpus", "16", "--phase", "decode"]
     for asked, words in (
         (flags, "--no-deterministic: the fitted model has no modes; give --predict kernels too"),
         (["plan", "--validate"], "--no-deterministic: has no meaning with --validate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from launch.capacity.deployment import Deployment
@@ -23,9 +24,21 @@ def mode_of(d: Deployment) -> Mode:
     return "deterministic" if d.deterministic else "fast"
 
 
-def model_told(by: By, mode: Mode) -> str:
-    """Of a prediction, where it is not the model that is asked when nothing is said."""
-    return "" if by == MODELS[0] else f"predicted by {MODEL_TOLD[by]}, {_MODE_TOLD[mode]}"
+def model_told(by: By, mode: Mode, phases: Iterable[str] = ()) -> str:
+    """Of a prediction, where it is not the model that is asked when nothing is said. phases: of
+    which figures are told."""
+    if by == MODELS[0]:
+        return ""
+    least = "; prefill takes at least so long" * any(is_least(x, mode) for x in phases)
+    return f"predicted by {MODEL_TOLD[by]}, {_MODE_TOLD[mode]}{least}"
+
+
+def model_short(by: By, mode: Mode, phases: Iterable[str]) -> str:
+    """The same for pictures, whose lines are short."""
+    if by == MODELS[0]:
+        return ""
+    least = " (prefill: at least)" * any(is_least(x, mode) for x in phases)
+    return f"by our kernels, {mode} mode{least}"
 
 
 def plan_told(plan: Plan) -> str:

@@ -26,7 +26,7 @@ from launch.capacity.parts import (
     load_told,
     memory_parts,
     mode_of,
-    model_told,
+    model_short,
     step_parts,
 )
 from launch.capacity.remedies import errors
@@ -99,7 +99,7 @@ def _phase(figure: Any, r: Report, height: float, top: float) -> None:
     whole = 1e3 * p.step.seconds
     hidden = 1e3 * (p.step.comm - p.step.exposed)
     hid = f", {hidden:,.1f} ms of all-to-alls hidden behind work" if hidden > 0.05 else ""
-    by = f"; {told}" if (told := model_told(p.by, mode_of(d))) else ""
+    by = f"; {told}" if (told := model_short(p.by, mode_of(d), (d.phase,))) else ""
     _bar(box(0.05, 1.72, 0.9, 0.34), step, whole, "ms", f"a step: {whole:,.1f} ms{hid}{by}")
     _cards(figure, r, 1 - (top + 2.92) / height, 1 / height)
 

@@ -11,7 +11,7 @@ from typing import Any
 from launch.capacity.asked import Asked
 from launch.capacity.candidates import Candidate
 from launch.capacity.canvas import BAD, FAINT, GOOD, INK, PAPER, head, new_figure, plain, save
-from launch.capacity.parts import load_told, mode_of, model_told
+from launch.capacity.parts import load_told, mode_of, model_short
 from launch.capacity.screen_search import front_names, front_rows
 from launch.capacity.search import Found, Ratio
 from moeserve.terminal import counted
@@ -28,13 +28,15 @@ def draw_search(found: list[Found], shares: Ratio | None, asked: Asked, path: Pa
     figure.subplots_adjust(wspace=0.22)
     for axis, f in zip(axes, found, strict=True):
         _front(axis, f, f.limit)
-    title = f"{d.model} on {d.gpu.title}: what a GPU gives against what users wait"
-    lines = [
-        f"up to {counted(asked.most_gpus, 'GPU')} a pool   ·   prompt of "
-        f"{work.input_tokens:,}, answer of {work.output_tokens:,} tokens"
-    ]
-    if by := model_told(asked.by, mode_of(d)):
+    title, shown = f"{d.model} on {d.gpu.title}", "what a GPU gives against what users wait"
+    pool = f"up to {counted(asked.most_gpus, 'GPU')} a pool"
+    lines = [f"prompt of {work.input_tokens:,}, answer of {work.output_tokens:,} tokens"]
+    if by := model_short(asked.by, mode_of(d), (f.phase for f in found)):
         lines[0] += f"   ·   {by}"
+    if len(found) == 1:  # half as wide
+        lines.insert(0, f"{shown}   ·   {pool}")
+    else:
+        title, lines[0] = f"{title}: {shown}", f"{pool}   ·   {lines[0]}"
     if shares is not None:
         lines.append(
             f"{shares.prefill} prefill : {shares.decode} decode instances keep up with each other: "

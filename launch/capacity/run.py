@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.capacity.asked import Asked, Typed, predicted_by, read
 from launch.capacity.candidates import Candidate
-from launch.capacity.parts import FAST_MODE
+from launch.capacity.parts import FAST_MODE, is_least, mode_of
 from launch.capacity.predict import MODELS, By
 from launch.capacity.report import named_otherwise, unquantised
 from launch.capacity.search import Found, Ratio, ratio, search
@@ -209,6 +209,7 @@ def search_json(found: list[Found], shares: Ratio | None, asked: Asked) -> dict[
         "price_per_gpu_hour": d.gpu.price if asked.price is None else asked.price,
         "predict": asked.by,
         "deterministic": d.deterministic,
+        "prefill_is_least": asked.by == "kernels" and is_least("prefill", mode_of(d)),
         "phases": {f.phase: _found_json(f) for f in found},
         "ratio": None if shares is None else asdict(shares),
         "cost_per_million": _costs(best),

@@ -248,10 +248,10 @@ def _kernels(both: Compared) -> Group:
 
 
 def _ms(seconds: float) -> str:
-    """Of two places, or of one that counts; of thousands one."""
+    """Of two places, or of one that counts; of thousands one, of more none."""
     told = 1e3 * seconds
     if told >= 999.995:
-        return f"{told:,.1f}"
+        return f"{told:,.1f}" if told < 9999.95 else f"{told:,.0f}"
     return f"{told:,.2f}" if told >= 0.005 or told == 0 else f"{told:.1g}"
 
 

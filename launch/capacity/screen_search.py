@@ -23,7 +23,7 @@ def show_search(found: list[Found], shares: Ratio | None, asked: Asked, console:
         "data-parallel (tp 1)",
         soft_wrap=True,
     )
-    if said_by := model_told(asked.by, mode_of(d)):
+    if said_by := model_told(asked.by, mode_of(d), (f.phase for f in found)):
         console.print(said_by)
     for note in unquantised(d) + [v.text for v in named_otherwise(d)]:
         console.print(f"[yellow]{escape(note)}[/]")

@@ -11,11 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ep.nearest import nearest_hint
 from launch.experts.units import parse_bytes
 from moeserve.errors import ConfigError
+from moeserve.meant import hint
 
 T = TypeVar("T")
+# Flags whose values are called as those of a setting
+_SETTINGS = {
+    "--wire": "parallel.wire",
+    "--kv-cache-dtype": "cache.kv_cache_dtype",
+    "--shared": "parallel.shared_expert",
+}
 _SECONDS = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?")
 
 
@@ -66,8 +72,8 @@ class Values:
     def choice(self, flag: str, text: str | None, default: str, valid: Sequence[str]) -> str:
         if text is None or text in valid:
             return default if text is None else text
-        hint = nearest_hint(text, valid)
-        self.problems.append(f"{flag}={text}: must be one of {', '.join(valid)}{hint}")
+        told = hint(_SETTINGS.get(flag, ""), text, valid)
+        self.problems.append(f"{flag}={text}: must be one of {', '.join(valid)}{told}")
         return default
 
     def attempt(self, made: Callable[[], T], default: T) -> T:
