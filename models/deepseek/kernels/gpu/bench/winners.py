@@ -35,8 +35,9 @@ from models.deepseek.kernels.gpu.mla_adapters import (
 from models.deepseek.kernels.gpu.mla_guard import MlaGuard
 
 FORMAT = "moeserve kernel winners 2"
-SIZES = {"rows": "rows", "context": "positions"}  # what may differ, and its word; all else is
-# another problem.
+# What may differ, and its word; all else is another problem. Rows of grouped products are those of
+# an expert, so a layout's 4 or 9 experts a GPU go by what was measured with 8 as busy ones.
+SIZES = {"rows": "rows", "context": "positions", "experts": "experts"}
 FARTHEST = 4  # times as many, or as few: what was measured farther off says nothing
 MOST_SECONDS = 3600.0  # of one run: what is more is no measurement
 
