@@ -423,8 +423,8 @@ class Engine:
         self._info["ahead"] = self.plans_ahead
         if self.kernel_choices is not None:
             self._info["kernel_choices"] = self.kernel_choices()
-        if self.runner.graphs is not None:
-            self._info["graphs"] = self.runner.graphs.report()
+        graphs = self.runner.graphs
+        self._info["graphs"] = None if graphs is None else graphs.report()
         return self._info
 
     def stats(self, with_load: bool = True) -> RankStats:

@@ -355,3 +355,17 @@ def test_parameters_of_a_token_count_the_head() -> None:
     said = told(*V3)["parameters"]
     assert said["active"] == pytest.approx(36.6e9, rel=0.002)
     assert "with the head" in CliRunner().invoke(app, ["plan", *V3]).stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "meant"),
+    [
+        ("--wire", "bf16", "model"),
+        ("--kv-cache-dtype", "auto", "model"),
+        ("--kv-cache-dtype", "fp8_e4m3", "fp8"),
+        ("--shared", "slots", "hosted"),
+    ],
+)
+def test_words_of_others_are_known_as_in_serve(flag: str, value: str, meant: str) -> None:
+    (line,) = problems(*V3, flag, value)
+    assert line.startswith(f"{flag}={value}: ") and f"; nearest: {meant}" in line

@@ -31,6 +31,7 @@ def test_an_engine_tells_where_and_how_it_computes(ahead: str) -> None:
     assert (info["device"], info["kv_cache_dtype"]) == ("cpu", "fp8")
     assert info["ahead"] is (ahead == "on") and engine.stats().graphs is None
     report = {"rows": [1], "replays": 3}
+    assert info["graphs"] is None
     captured: Any = SimpleNamespace(report=lambda: dict(report))
     engine.runner.graphs = captured
     assert engine.info["graphs"] == engine.stats().graphs == report
