@@ -207,7 +207,7 @@ def test_a_page_without_the_tables_place_is_refused_before_any_work(
 def test_the_table_folds_on_a_terminal(
     record: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Nothing of it is cut off; in a pipe it is as wide as it likes."""
+    """Nothing of it is cut off; a pipe that nobody told its width gets all in one line."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("COLUMNS", str(width))
     report = replace(next(iter(read_record(record)[1].values())).report, kernel="k" * 50)
@@ -217,7 +217,11 @@ def test_the_table_folds_on_a_terminal(
     assert shown.count("k") == 51 and "…" not in shown  # one in the heading
     monkeypatch.delenv("FORCE_COLOR")
     kernels_compiled._show("title", [report])
-    assert max(map(len, capsys.readouterr().out.splitlines())) > 100
+    assert capsys.readouterr().out == shown
+    monkeypatch.delenv("COLUMNS")
+    kernels_compiled._show("title", [report])
+    piped = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 100 and "k" * 50 in piped
 
 
 def test_a_line_of_a_failure_names_its_kernel() -> None:

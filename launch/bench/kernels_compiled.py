@@ -7,6 +7,7 @@ change: compiled.py there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -210,14 +211,14 @@ class KernelCompilation:
 
 def unchanged(tasks: Sequence[Task], version: str) -> dict[Task, CompileReport]:
     """What the record holds as this compiler would make it again: to renew it, these need not be
-    compiled. (Without a record all are: remove it when aot.py counts otherwise.)"""
+    compiled."""
     from models.deepseek.kernels.gpu.aot import ARCHS
-    from models.deepseek.kernels.gpu.compiled import changed, kept_apart, read_record
+    from models.deepseek.kernels.gpu.compiled import kept_apart, outdated, read_record
     from models.deepseek.kernels.gpu.registry import all_cases
 
     cases = all_cases()
     _, record = read_record(*kept_apart(version))
-    anew = set(changed(cases, version, record))
+    anew = set(outdated(cases, version, record))
     return {
         (index, arch): record[cases[index].name, cases[index].config, ARCHS[arch]].report
         for index, arch in tasks
@@ -245,18 +246,18 @@ def renew(tasks: Sequence[Task], reports: Sequence[CompileReport], version: str)
     from models.deepseek.kernels.gpu.compiled import (
         RECORD,
         Recorded,
-        fingerprint,
         kept_apart,
         markdown,
         write_record,
     )
+    from models.deepseek.kernels.gpu.fingerprint import counted, fingerprint
     from models.deepseek.kernels.gpu.registry import all_cases
 
     cases = all_cases()
     write_record(
         version,
         [
-            Recorded(report, fingerprint(cases[index], arch, version))
+            Recorded(report, fingerprint(cases[index], arch, version), counted(cases[index], arch))
             for (index, arch), report in zip(tasks, reports, strict=True)
         ],
         *(apart := kept_apart(version)),
@@ -285,10 +286,13 @@ def _show(title: str, reports: Sequence[CompileReport]) -> None:
     from models.deepseek.kernels.gpu.compiled import unit_of, wide_loads
 
     console = wide_console()
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told):  # as `moeserve experts`: also for a pipe
+        console.width = int(told)
     narrow = console.width < NARROW
     shape: dict[str, Any] = {"box": SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
     table = Table(title=title, title_justify="left", **(shape if narrow else {}))
-    table.add_column("kernel", no_wrap=not console.is_terminal, overflow="fold")
+    table.add_column("kernel", overflow="fold")
     table.add_column("configuration", overflow="fold")
     table.add_column("for", overflow="fold", min_width=7 if narrow else None)
     for name in ("regs" if narrow else "registers", "spills", "shared KiB", "wide loads"):
