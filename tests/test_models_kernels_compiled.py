@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,15 +31,18 @@ from models.deepseek.kernels.gpu.compiled import (
     Recorded,
     changed,
     faults,
-    fingerprint,
     gone,
     key_of,
     markdown,
+    outdated,
     read_record,
     write_record,
 )
 from models.deepseek.kernels.gpu.cost import KernelCost
 from models.deepseek.kernels.gpu.errors import CompileFailed, RecordUnreadable
+from models.deepseek.kernels.gpu.fingerprint import counted, fingerprint, plain
+from models.deepseek.kernels.gpu.language import tl
+from models.deepseek.kernels.gpu.language import triton as jit
 from models.deepseek.kernels.gpu.registry import MODULES, all_cases
 from moeserve.errors import ConfigError
 
@@ -59,6 +63,13 @@ def test_every_configuration_is_recorded_for_both_architectures() -> None:
     renew = "moeserve bench kernels --compile-only --renew"
     assert set(RECORD) == here, f"not as recorded; if that is meant: {renew}"
     assert gone(all_cases(), RECORD) == []
+    otherwise = [
+        (c.name, c.config)
+        for c in all_cases()
+        for arch in c.archs
+        if RECORD[c.name, c.config, ARCHS[arch]].counted != counted(c, arch)
+    ]
+    assert not otherwise, f"instructions are counted otherwise than in the record (aot.py): {renew}"
 
 
 def test_no_module_of_kernels_is_forgotten() -> None:
@@ -99,8 +110,9 @@ def test_compiled_again_it_is_as_recorded(name: str, arch: int) -> None:
     case = named(name)
     report = compile_case(case, arch)
     assert faults(case, arch, report, RECORD) == []
-    if fingerprint(case, arch, VERSION) == RECORD[key_of(report)].fingerprint:
-        assert report == RECORD[key_of(report)].report
+    row = RECORD[key_of(report)]
+    if (row.fingerprint, row.counted) == (fingerprint(case, arch, VERSION), counted(case, arch)):
+        assert report == row.report
 
 
 def test_the_table_in_benchmarks_is_the_record() -> None:
@@ -134,10 +146,28 @@ BEFORE = {key_of(REPORT): Recorded(REPORT, "")}
             {"instructions": REPORT.instructions | {"mma.sync": 1}},
             "1 x mma.sync, recorded 0",
         ),
-        ({"instructions": {"wgmma.mma_async": 4, "ld.global.v4": 4}}, "4 wide loads, recorded 10"),
+        (
+            {"instructions": {"wgmma.mma_async": 4, "ld.global.v4": 4}},
+            "4 wide loads, recorded 10 (cp.async.cg 8 -> 0, ld.global.v4 2 -> 4)",
+        ),
+        (
+            {"instructions": REPORT.instructions | {"ld.global.v4": 1, "loads of less": 8}},
+            "9 wide loads, recorded 10 (ld.global.v4 2 -> 1, loads of less 0 -> 8)",
+        ),
+        (
+            {"instructions": REPORT.instructions | {"cp.async.cg": 4, "ld.global.v4": 6}},
+            "4 x cp.async.cg, recorded 8 (cp.async.cg 8 -> 4, ld.global.v4 2 -> 6)",
+        ),
+        (
+            {
+                "instructions": REPORT.instructions
+                | {"cp.async.cg": 7, "cp.async.bulk.tensor": 4, "loads of less": 4}
+            },
+            "9 wide loads, recorded 10 (cp.async.cg 8 -> 7, loads of less 0 -> 4)",
+        ),
     ],
 )
-def test_what_is_worse_is_said(change: dict[str, object], said: str) -> None:
+def test_what_is_worse_is_said(change: dict[str, Any], said: str) -> None:
     (line,) = faults(CASE, 90, replace(REPORT, **change), BEFORE)
     assert line == f"k (c) for sm_90a: {said}"
 
@@ -146,6 +176,64 @@ def test_a_few_registers_and_another_way_to_load_widely_are_no_fault() -> None:
     by_tma = {"wgmma.mma_async": 8, "cp.async.bulk.tensor": 10}
     assert faults(CASE, 90, replace(REPORT, registers=116, instructions=by_tma), BEFORE) == []
     assert faults(CASE, 90, replace(REPORT, registers=20, shared_bytes=0), BEFORE) == []
+
+
+STORES = replace(
+    REPORT,
+    instructions={
+        "cp.async.bulk.tensor": 2, "st.global.v4": 2, "ld.global.v4": 1, "loads of 8 bytes": 2,
+        "loads of less": 1, "stores of less": 1,
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"st.global.v4": 0, "stores of less": 9},
+            "0 wide stores, recorded 2 (st.global.v4 2 -> 0, stores of less 1 -> 9)",
+        ),
+        ({"st.global.v4": 1}, "1 wide stores, recorded 2 (st.global.v4 2 -> 1)"),
+        ({"cp.async.bulk.tensor": 1}, "1 x cp.async.bulk.tensor, recorded 2"),
+        (
+            {"loads of 8 bytes": 1, "loads of less": 3},
+            "1 loads of 8 bytes, recorded 2 (loads of 8 bytes 2 -> 1, loads of less 1 -> 3)",
+        ),
+        ({"st.global.v4": 0, "st.global.v8": 1}, None),
+        ({"st.global.v4": 1, "st.global.v2.b64": 1}, None),
+        ({"ld.global.v4": 0, "cp.async.bulk.tensor": 3}, None),
+        ({"loads of 8 bytes": 1}, None),  # a number that is read no more
+        ({"loads of 8 bytes": 0, "ld.global.v4": 2}, None),
+        ({"loads of less": 9, "stores of less": 9}, None),
+    ],
+)
+def test_no_wide_access_is_lost_without_a_word(change: dict[str, int], said: str | None) -> None:
+    now = replace(STORES, instructions=STORES.instructions | change)
+    found = faults(CASE, 90, now, {key_of(STORES): Recorded(STORES, "")})
+    assert found == ([] if said is None else [f"k (c) for sm_90a: {said}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "lost", "said"),
+    [
+        ("quant 32x128 w4 fp32", "st.global.v4", 2, "0 wide stores, recorded 2"),
+        ("silu_mul bf16 1024 w4", "ld.global.v4", 1, "1 wide loads, recorded 2"),
+    ],
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_record_knows_what_a_kernel_of_little_arithmetic_lives_by(
+    name: str, word: str, lost: int, said: str, arch: int
+) -> None:
+    """One access made narrow, as a mask of single columns or a stride that is not known to be one
+    makes it: told, whatever else the kernel does."""
+    kernel, _, config = name.partition(" ")
+    was = RECORD[kernel, config, ARCHS[arch]].report
+    narrow = "loads of less" if word.startswith("ld") else "stores of less"
+    counts = was.instructions | {narrow: was.instructions.get(narrow, 0) + 8 * lost}
+    counts[word] -= lost
+    (line,) = faults(named(name), arch, replace(was, instructions=counts), RECORD)
+    assert line.startswith(f"{kernel} ({config}) for {ARCHS[arch]}: {said}")
 
 
 def test_mma_sync_may_shrink_or_make_way_but_not_vanish() -> None:
@@ -167,8 +255,8 @@ def test_without_a_record_only_spills_and_wants_count() -> None:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "compiled.json"
     assert read_record(path) == ("", {})
-    write_record("3.8.0", [Recorded(REPORT, "abc")], path)
-    assert read_record(path) == ("3.8.0", {key_of(REPORT): Recorded(REPORT, "abc")})
+    write_record("3.8.0", [Recorded(REPORT, "abc", "de")], path)
+    assert read_record(path) == ("3.8.0", {key_of(REPORT): Recorded(REPORT, "abc", "de")})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +279,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_no_record_is_named(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "compiled.json"
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "bad registers": {"registers": "many"},
         "bad instructions": {"instructions": {"mma.sync": "x"}},
         "no fingerprint": {},
@@ -225,6 +313,59 @@ def test_a_fingerprint_is_of_all_that_the_compiler_reads() -> None:
     assert one not in others and len(others) == 5
 
 
+_FACTOR = tl.constexpr(2)
+_SHIFT = tl.constexpr(1)
+
+
+@jit.jit
+def _twice(x, factor: tl.constexpr = _FACTOR):
+    return x * factor
+
+
+@jit.jit
+def _kernel(x):
+    """Doubles."""
+    tl.store(x, _twice(tl.load(x)) + _SHIFT)  # in place
+
+
+def test_what_a_kernel_calls_and_names_is_in_its_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = CompileCase(_kernel, "k", "c", {"x": "*fp32"}, {})
+    found = {fingerprint(case, 90, "3.8.0")}
+    for place, name, value in (
+        (_twice.fn, "__defaults__", (tl.constexpr(3),)),
+        (sys.modules[__name__], "_SHIFT", tl.constexpr(2)),
+        (sys.modules[__name__], "_twice", named("silu_mul bf16").kernel),
+        (_kernel, "noinline", True),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            found.add(fingerprint(case, 90, "3.8.0"))
+    assert len(found) == 5
+
+
+def test_comments_and_docstrings_are_not() -> None:
+    text = 'def f(x):\n    """Of x."""\n    return x + 1  # more\n'
+    bare = "def f(x):\n    pass\n    return (x +\n            1)\n"
+    assert plain(text) == plain(bare) != plain(bare.replace("1", "2"))
+
+
+def test_what_is_counted_otherwise_is_to_renew() -> None:
+    """A row whose instructions were counted by other words is made anew, if nothing changed too."""
+    cases = all_cases("quant 32x128 w4 fp32")
+    case, arch = cases[0], cases[0].archs[0]
+    key = case.name, case.config, ARCHS[arch]
+    made = fingerprint(case, arch, VERSION)
+    rows = {key: replace(RECORD[key], fingerprint=made, counted=counted(case, arch))}
+    only = [replace(case, archs=(arch,))]
+    assert outdated(only, VERSION, rows) == changed(only, VERSION, rows) == []
+    rows[key] = replace(rows[key], counted="")
+    assert outdated(only, VERSION, rows) == [(0, arch)] and changed(only, VERSION, rows) == []
+    wanting = [replace(only[0], wants={arch: ("wide stores",)})]
+    assert counted(wanting[0], arch) != counted(only[0], arch)
+
+
 def test_words_are_found_with_what_stands_between_their_parts() -> None:
     ptx = """
     @%p1 ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
@@ -235,6 +376,29 @@ def test_words_are_found_with_what_stands_between_their_parts() -> None:
     """
     words = ("ld.global.v4", "wgmma", "wgmma.mma_async", "cp.async.cg", "tcgen05.mma", "wide loads")
     assert count_words(ptx, words) == dict(zip(words, (1, 1, 1, 1, 0, 2), strict=True))
+
+
+def test_narrow_access_is_counted_by_its_bytes() -> None:
+    ptx = """
+    ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.v2.b64 { %rd1, %rd2 }, [ %rd3 ];
+    ld.global.v2.b32 { %r1, %r2 }, [ %rd1 ];
+    @%p1 ld.global.b64 { %rd1 }, [ %rd1 ];
+    ld.global.b16 { %rs1 }, [ %rd1 ];
+    ld.shared.b32 %r1, [ %r2 ];
+    ld.param.b64 %rd1, [x];
+    cp.async.ca.shared.global [ %r1 ], [ %rd1 ], 0x4;
+    st.global.v8.b32 [ %rd1 ], {%r1};
+    st.global.b32 [ %rd1 ], {%r1};
+    st.global.v2.b32 [ %rd1 ], {%r1};
+    st.shared::cta.b32 [ %r1 ], %r2;
+    """
+    words = ("loads of 8 bytes", "loads of less", "stores of 8 bytes", "stores of less")
+    assert count_words(ptx, words) == dict(zip(words, (2, 2, 1, 1), strict=True))
+    assert count_words(ptx, ("wide loads", "ld.global.v2.b64")) == {
+        "wide loads": 2,
+        "ld.global.v2.b64": 1,
+    }
 
 
 def test_the_assemblers_log() -> None:

@@ -32,9 +32,17 @@ WORDS = (
     "ld.global.v4",
     "st.global.v8",
     "st.global.v4",
+    "ld.global.v2.b64",
+    "st.global.v2.b64",
+    "loads of 8 bytes",
+    "loads of less",
+    "stores of 8 bytes",
+    "stores of less",
 )
 # An answer to "wide loads": 16 bytes or more at once, by whichever way.
-WIDE_LOADS = ("ld.global.v4", "ld.global.v8", "cp.async.cg", "cp.async.bulk.tensor")
+WIDE_LOADS = (
+    "ld.global.v4", "ld.global.v8", "ld.global.v2.b64", "cp.async.cg", "cp.async.bulk.tensor",
+)  # fmt: skip
 _OPCODE = re.compile(r"(?:^|[\s;{}])([a-z]\w*(?:\.[\w:]+)+)", re.MULTILINE)
 
 
@@ -162,7 +170,22 @@ def count_words(ptx: str, words: Iterable[str]) -> dict[str, int]:
 def _count(opcodes: Counter[str], word: str) -> int:
     if word == "wide loads":
         return sum(_count(opcodes, wide) for wide in WIDE_LOADS)
+    if " of " in word:
+        return sum(n for opcode, n in opcodes.items() if _narrow(opcode.split(".")) == word)
     return sum(n for opcode, n in opcodes.items() if _answers(opcode.split("."), word.split(".")))
+
+
+def _narrow(opcode: list[str]) -> str:
+    """Which word counts it: a load from global memory, or a store, of less than 16 bytes; "": none.
+    cp.async.ca copies 8 bytes or 4, which its opcode does not say."""
+    if opcode[:3] == ["cp", "async", "ca"]:
+        return "loads of less"
+    if opcode[0] not in ("ld", "st") or "global" not in opcode:
+        return ""
+    lanes = next((int(part[1:]) for part in opcode if re.fullmatch(r"v\d", part)), 1)
+    size = lanes * int(re.sub(r"\D", "", opcode[-1]) or 0) // 8
+    kind = "loads" if opcode[0] == "ld" else "stores"
+    return "" if size >= 16 else f"{kind} of 8 bytes" if size == 8 else f"{kind} of less"
 
 
 def _answers(opcode: list[str], word: list[str]) -> bool:

@@ -1,13 +1,12 @@
 """The record of what each kernel compiles to (compiled.json beside this file), and what is lost.
 
-Knows how to compare, what may differ and by how much. A case is known by a fingerprint of all that
-the compiler reads, so that only what has changed since the record need be compiled again. Pure but
-for reading and writing the record; compiling is aot.py's.
+Knows how to compare, what may differ and by how much. A case is known by its fingerprint, so that
+only what has changed since the record need be compiled again. Pure but for reading and writing the
+record; compiling is aot.py's, fingerprints are fingerprint.py's.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +21,7 @@ from models.deepseek.kernels.gpu.aot import (
     missing_words,
 )
 from models.deepseek.kernels.gpu.errors import RecordUnreadable
+from models.deepseek.kernels.gpu.fingerprint import counted, fingerprint
 
 RECORD = Path(__file__).with_name("compiled.json")
 # Of another compiler in use (GPU machines with torch 2.11 have it), kept beside it.
@@ -31,13 +31,22 @@ REGISTERS_SLACK = 16
 SHARED_SLACK = 1024
 NEWER_UNITS = ("wgmma.mma_async", "tcgen05.mma")
 UNITS = (*NEWER_UNITS, "mma.sync")
+TILES, AHEAD = "cp.async.bulk.tensor", "cp.async.cg"  # loads that nobody waits for at once
+# Instructions that load or store widely -> pieces of 16 bytes.
+PIECES = {
+    "loads": {AHEAD: 1, "ld.global.v4": 1, "ld.global.v2.b64": 1, "ld.global.v8": 2},
+    "stores": {"st.global.v4": 1, "st.global.v2.b64": 1, "st.global.v8": 2},
+}
 _KINDS = {"str": str, "int": int, "dict": dict}  # of a report's fields
 
 
 @dataclass(frozen=True)
 class Recorded:
+    """counted: see fingerprint.py."""
+
     report: CompileReport
     fingerprint: str
+    counted: str = ""
 
 
 Record = dict[tuple[str, str, str], Recorded]  # by kernel, config, arch
@@ -80,7 +89,7 @@ def _recorded(row: Mapping[str, Any]) -> Recorded:
     counts = made["instructions"]
     if not all(type(count) is int for count in counts.values()):
         raise TypeError(f"instructions={counts!r:.60}: must be counts by word")
-    return Recorded(CompileReport(**made), str(row["fingerprint"]))
+    return Recorded(CompileReport(**made), str(row["fingerprint"]), str(row.get("counted", "")))
 
 
 def _unreadable(path: Path, why: str) -> RecordUnreadable:
@@ -98,36 +107,12 @@ def kept_apart(triton: str) -> tuple[Path, ...]:
 
 def write_record(triton: str, rows: Iterable[Recorded], path: Path = RECORD) -> None:
     """One line a row, so that a change shows as one."""
-    lines = [json.dumps(asdict(row.report) | {"fingerprint": row.fingerprint}) for row in rows]
+    lines = [
+        json.dumps(asdict(row.report) | {"fingerprint": row.fingerprint, "counted": row.counted})
+        for row in rows
+    ]
     body = ",\n".join(lines)
     path.write_text(f'{{"triton": "{triton}", "kernels": [\n{body}\n]}}\n')
-
-
-def fingerprint(case: CompileCase, arch: int, triton: str) -> str:
-    """Of the compiler's version, the kernel's text, that of all it calls, the constants they name
-    and the case. 16 hex digits."""
-    texts: dict[str, str] = {}
-    _read_text(case.kernel, texts)
-    settings = (
-        *(sorted(case.signature.items()), sorted(case.constexprs.items(), key=str)),
-        *(case.num_warps, case.num_stages, sorted(case.divisible), arch, triton),
-    )
-    whole = json.dumps([sorted(texts.items()), settings], default=str)
-    return hashlib.sha256(whole.encode()).hexdigest()[:16]
-
-
-def _read_text(kernel: Any, texts: dict[str, str]) -> None:
-    """The source of a jitted function and of those it calls, values of its global constants."""
-    name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
-    if name in texts:
-        return
-    texts[name] = kernel.src
-    for used in kernel.fn.__code__.co_names:
-        value = kernel.fn.__globals__.get(used)
-        if hasattr(value, "src") and hasattr(value, "fn"):
-            _read_text(value, texts)
-        elif type(value).__name__ == "constexpr":
-            texts[f"{name}.{used}"] = repr(value)
 
 
 def changed(cases: Sequence[CompileCase], triton: str, record: Record) -> list[tuple[int, int]]:
@@ -139,6 +124,17 @@ def changed(cases: Sequence[CompileCase], triton: str, record: Record) -> list[t
             if row is None or row.fingerprint != fingerprint(case, arch, triton):
                 found.append((index, arch))
     return found
+
+
+def outdated(cases: Sequence[CompileCase], triton: str, record: Record) -> list[tuple[int, int]]:
+    """The same, and what was counted otherwise: what there is to renew."""
+    anew = set(changed(cases, triton, record))
+    for index, case in enumerate(cases):
+        for arch in case.archs:
+            row = record.get((case.name, case.config, ARCHS[arch]))
+            if row is not None and row.counted != counted(case, arch):
+                anew.add((index, arch))
+    return sorted(anew)
 
 
 def gone(cases: Sequence[CompileCase], record: Record) -> list[str]:
@@ -154,7 +150,7 @@ def faults(case: CompileCase, arch: int, report: CompileReport, record: Record) 
     """What is worse than it was, or missing whatever it was; empty: fine. More registers than 16
     above the record, more than 1 KiB more shared memory, any more spilled bytes (without a record:
     any), fewer instructions of the newer units, more of mma.sync, no unit at all where there was
-    one, fewer than half as many wide loads."""
+    one, and what `_narrowed` says of access to memory."""
     name = f"{report.kernel} ({report.config}) for {report.arch}"
     said = [f"no {word} any more" for word in missing_words(case, arch, report)]
     row = record.get(key_of(report))
@@ -174,10 +170,38 @@ def faults(case: CompileCase, arch: int, report: CompileReport, record: Record) 
             said.append(f"{now} x {unit}, recorded {before}")
     if unit_of(was) == "mma" and unit_of(report) == "-":
         said.append("no mma.sync, and nothing in its place")
-    before, now = wide_loads(was), wide_loads(report)
-    if 2 * now < before:
-        said.append(f"{now} wide loads, recorded {before}")
+    said += _narrowed(was, report)
     return [f"{name}: {what}" for what in said]
+
+
+def _narrowed(was: CompileReport, report: CompileReport) -> list[str]:
+    """What is loaded or stored in smaller pieces than before, or waited for. One compiler makes the
+    same of the same text, so a single wide one that is gone is told; if the kernel is meant to move
+    less, its record is renewed. No fault: two of 16 bytes as one of 32, and loads by whole tiles
+    (TMA) where nothing became narrow."""
+
+    def count(word: str) -> tuple[int, int]:
+        return was.instructions.get(word, 0), report.instructions.get(word, 0)
+
+    said = []
+    tiles_before, tiles = count(TILES)
+    if tiles < tiles_before:
+        said.append(f"{tiles} x {TILES}, recorded {tiles_before}")
+    for kind, weights in PIECES.items():
+        counts = {word: count(word) for word in (*weights, f"{kind} of 8 bytes", f"{kind} of less")}
+        before, now = (sum(weights[word] * counts[word][i] for word in weights) for i in (0, 1))
+        (eights_before, eights), (less_before, less) = list(counts.values())[-2:]
+        narrower = eights + less > eights_before + less_before
+        if kind == "loads" and tiles > tiles_before and not narrower:
+            continue
+        told = ", ".join(f"{word} {b} -> {n}" for word, (b, n) in counts.items() if b != n)
+        if now < before:
+            said.append(f"{now} wide {kind}, recorded {before} ({told})")
+        elif kind == "loads" and counts[AHEAD][1] < counts[AHEAD][0]:
+            said.append(f"{counts[AHEAD][1]} x {AHEAD}, recorded {counts[AHEAD][0]} ({told})")
+        elif 2 * now + eights < 2 * before + eights_before and less > less_before:
+            said.append(f"{eights} {kind} of 8 bytes, recorded {eights_before} ({told})")
+    return said
 
 
 def wide_loads(report: CompileReport) -> int:
