@@ -20,11 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ep.arguments import Parser, at_least, checkpoint, several
 from launch.bench.figures import paired_ratio
 from launch.bench.machine import describe_machine
 from launch.bench.offline import PARTS
 from launch.env import usable_cores
+from models.arguments import Parser, at_least, checkpoint, several
 
 Key = tuple[int, int]  # ranks, threads of each
 

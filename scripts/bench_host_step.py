@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from ep.arguments import Parser, at_least, several
 from ep.group import EPGroup
 from launch.bench.machine import describe_machine
+from models.arguments import Parser, at_least, several
 from moeserve import wire
 from moeserve.batch import build_batch
 from moeserve.cache import BlockCache

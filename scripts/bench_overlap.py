@@ -22,8 +22,8 @@ import torch
 
 from dispatch.delayed import DelayedDispatcher
 from dispatch.local import LocalDispatcher
-from ep.arguments import Parser, at_least, between, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
+from models.arguments import Parser, at_least, between, checkpoint, several, told_in_a_line
 from models.deepseek.errors import CheckpointError, ConfigError, UnsupportedModel
 from models.deepseek.kernels.select import create_kernels
 from models.deepseek.load import load_model

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ep.arguments import Parser, at_least, between, file, told_in_a_line  # noqa: E402
 from ep.planning.compare import LAYOUTS, compare, drift, format_table  # noqa: E402
 from ep.trace import TraceError, read_trace  # noqa: E402
+from models.arguments import Parser, at_least, between, file, told_in_a_line  # noqa: E402
 
 
 def main() -> None:

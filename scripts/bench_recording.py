@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import torch
 
-from ep.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
 from ep.load import LoadWindow
 from ep.placement import ExpertPlacement
+from models.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from moeserve.build import LOAD_WINDOW_STEPS, build_engine
 from moeserve.config import CacheSection, ModelSection, ScheduleSection, ServeConfig
 from moeserve.engine import Engine

@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ep.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from ep.group import EPGroup
+from models.arguments import Parser, at_least, checkpoint, several, told_in_a_line
 from moeserve.build import build_engine
 from moeserve.config import ServeConfig
 from moeserve.engine import Engine

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ep.arguments import Parser, at_least, between, folder
+from models.arguments import Parser, at_least, between, folder
 
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_second", "requests_per_second")
 

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from ep.arguments import Parser, at_least, between, checkpoint, told_in_a_line
 from ep.load import balancedness
 from ep.placement import ExpertPlacement
 from ep.recording import ExpertRecording
 from launch.output import unwritable
+from models.arguments import Parser, at_least, between, checkpoint, told_in_a_line
 from moeserve.errors import ConfigError
 from moeserve.llm import LLM
 from moeserve.request import SamplingParams

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep.arguments import Parser, at_least, told_in_a_line
+from models.arguments import Parser, at_least, told_in_a_line
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import ConfigError
 from models.deepseek.fp8 import quantise_weight, scale_shape

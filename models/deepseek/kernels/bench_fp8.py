@@ -15,7 +15,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from ep.arguments import Parser, at_least, between
+from models.arguments import Parser, at_least, between
 from models.deepseek.fp8 import Fp8Rows, quantise_weight
 from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.bench import COLD_BYTES, EXPERTS, HIDDEN, INTER, routed, seconds

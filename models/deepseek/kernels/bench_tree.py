@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep.arguments import Parser, at_least, between
+from models.arguments import Parser, at_least, between
 from models.deepseek.kernels.base import Kernels
 from models.deepseek.kernels.bench import batch_for, seconds
 from models.deepseek.kernels.select import create_kernels

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ep.arguments import Parser, between, told_in_a_line
+from models.arguments import Parser, between, told_in_a_line
 
 from . import corpus, tokenizer
 

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ep.arguments import Parser, at_least, checkpoint
+from models.arguments import Parser, at_least, checkpoint
 
 from .network import Network
 from .release import load

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ep.arguments import Parser, folder, told_in_a_line
+from models.arguments import Parser, folder, told_in_a_line
 
 from .network import Dense, Layer, MoE, Network, Shape
 from .tokenizer import tokenizer_config

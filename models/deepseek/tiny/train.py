@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor
 
-from ep.arguments import Parser, at_least, between, folder, told_in_a_line
+from models.arguments import Parser, at_least, between, folder, told_in_a_line
 
 from .corpus import SOURCES
 from .data import Mixture, held_out

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ep.arguments import Parser, told_in_a_line
+from models.arguments import Parser, told_in_a_line
 from models.deepseek.config import DeepSeekConfig
 from models.deepseek.errors import CheckpointError, ConfigError, UnsupportedModel
 from models.deepseek.kernels.gpu.bench.limits import Limits

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ep.arguments import Parser, at_least, checkpoint, told_in_a_line
+from models.arguments import Parser, at_least, checkpoint, told_in_a_line
 
 from ..corpus import MissingSource
 from ..evaluate import fill_card

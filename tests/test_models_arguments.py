@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep.arguments import Parser, at_least, between, checkpoint, file, several, told_in_a_line
+from models.arguments import Parser, at_least, between, checkpoint, file, several, told_in_a_line
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "checkpoints" / "tiny")
