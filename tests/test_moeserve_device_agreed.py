@@ -156,6 +156,8 @@ def test_a_forward_that_one_rank_leaves_ends_the_start(fails: int, doing: str) -
         graphs.capture_all(agree=agree)
 
     waits, failed = ranks(act, (ReplayedApi(), None), (ReplayedApi(), fails))
-    assert isinstance(failed, EngineFailed) and isinstance(waits, EngineFailed)
+    assert isinstance(failed, EngineFailed)
+    # Its peer ends too: in the exchange, or yet on its way out of the vote.
+    assert isinstance(waits, EngineFailed | threading.BrokenBarrierError)
     assert str(failed).startswith(f"{doing} a step of 4 rows: RuntimeError: operation not")
     assert "--graphs off" in str(failed)
