@@ -1,10 +1,13 @@
 """`make gpu-check`: the kernels checked on a GPU, then timed, then the whole engine, as tables.
 
+    make gpu-check [GPU_CHECK_ARGS="--only checks"]
     python3 scripts/gpu_check.py [--json FILE] [--only checks,kernels,engine]
 
-Under eight minutes on one H200, from the root of the repository, nothing installed, nothing
-downloaded, no checkpoint. Three parts, each in processes of its own, so that a kernel that breaks
-the device's context breaks no other part:
+The same: `make` only looks for a Python whose torch sees a GPU (that of .venv where there is one,
+else python3) and says which it took. Under eight minutes on one H200, nothing installed, nothing
+downloaded, no checkpoint. All figures go to one JSON file too, gpu-check.json in the root of the
+repository if no other is named. Three parts, each in processes of its own, so that a kernel that
+breaks the device's context breaks no other part:
 
     checks   the tests that carry the marker `gpu`, several files at a time
     kernels  times by events at DeepSeek-V3's shapes beside limits measured here, torch, and
@@ -12,10 +15,15 @@ the device's context breaks no other part:
     engine   a model of DeepSeek-V3's dimensions with few layers and random FP8 weights made on the
              device, EP 1: tokens/s, a step by kernel, idle share, predicted beside measured
 
-Exit codes: 0 checks ran and all that ran passed, and what was asked for was measured; 1 a check
-failed, a kernel or the engine raised, or time ran out; 2 nothing was checked: no GPU, something
-missing, no check among what was asked for, or wrong arguments (each is named). A time is never a
-failure. (`make` ends with 2 for any of them but 0.)
+What one part does not use of its time is the next one's. What is kept in the file is there as soon
+as it is known: what ends a run early (a part's limit, Ctrl-C, SIGTERM) takes along no figure.
+
+Exit codes: 0 checks ran and all that ran passed, and all that was asked for was measured; 1 a check
+failed, a kernel or the engine raised, time ran out so that something is measured in part (it says
+how much, and the file names what is missing), or the file could not be written; 2 nothing was
+checked: no GPU, something missing, no check among what was asked for, or wrong arguments (each is
+named); 130 interrupted (143 by SIGTERM). No time is a failure, and a shape for which the device has
+too little memory is none (it is named). (`make` ends with 2 for any of them but 0.)
 
 What to carry to a machine without a network: this repository, and in its root a folder `carried`.
 The machine itself has torch 2.11 or later for CUDA with its triton (3.6 or later) and Python 3.11
@@ -28,8 +36,9 @@ or later. For one with Python 3.12, on a machine with a network (of any system, 
 These are 24 packages, 260 MB. The tests look in `carried` before they look among the machine's own
 packages: leave out what it has. The first lines of a run there name what is missing, and why.
 
---walk: kernels and engine with tiny shapes on CPUs, kernels in triton's interpreter: it measures
-nothing and checks nothing (exit code 2), and shows that the script itself runs.
+--walk: kernels and engine with tiny shapes on CPUs, kernels in triton's interpreter, at least one
+shape of each: it measures nothing and checks nothing (exit code 2; no file but one that --json
+names), and shows that the script itself runs. About a minute.
 """
 
 from __future__ import annotations
@@ -38,14 +47,17 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,26 +65,53 @@ from typing import Any
 HOME = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 470
 PASSED, FAILED, NOTHING_CHECKED = 0, 1, 2
+IN_PART = "measured in part"
 MARKER = "mark.gpu"
+NO_CHECK = "no test carries the marker gpu so far"
 NO_TESTS = 5  # pytest's exit code
+RAISED = 3  # a part's: what did is in its lines
 PARTS = ("checks", "kernels", "engine")
-# Most seconds of a part. What begins after so many of them is left out: it ends by itself.
+# Seconds that a part has for sure. Of all that it has, so many at the end are for what has begun.
 SECONDS = {"checks": 220.0, "kernels": 120.0, "engine": 125.0}
-MEASURING = 0.7
+ENDING = {"kernels": 30.0, "engine": 40.0}
+WALKING = 20.0  # of a walk, for kernels beyond one shape of each
+GRACE = 5.0  # for tests that are told to end
 FILES_AT_ONCE = 4
 FORMAT = "moeserve gpu-check 1"
+FILE = "gpu-check.json"  # in the root
 CARRY = "carried"  # folder in the root
+WHAT = {
+    "kernels": "every kernel at DeepSeek-V3's shapes, timed beside its limit, torch and libraries",
+    "engine": "an engine of DeepSeek-V3's dimensions on random weights: tokens/s, a step by kernel",
+}
 
 
 @dataclass
 class Part:
-    """result: passed, failed, measured, not run. lines: for the table. held: for the JSON file."""
+    """result: passed, failed, measured, measured in part, walked, not run. lines: for the table.
+    held: for the JSON file. said: by tests that ended badly."""
 
     name: str
     result: str = "not run"
     seconds: float = 0.0
     lines: list[str] = field(default_factory=list)
     held: Any = None
+    said: list[str] = field(default_factory=list)
+
+
+class Interrupted(Exception):
+    """With what the part has so far, and how it ends."""
+
+    def __init__(self, part: Part, error: KeyboardInterrupt) -> None:
+        super().__init__(part.name)
+        part.result = "failed"
+        part.lines.insert(0, "interrupted")
+        self.part, self.code = part, code_of(error)
+
+
+def code_of(error: KeyboardInterrupt) -> int:
+    """Of a process that a signal ended, as shells have it."""
+    return 128 + (int(error.args[0]) if error.args else signal.SIGINT)
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -97,7 +136,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     device = describe_device()
     if device is None:
         print(f"no GPU found: nothing was checked ({why_no_device()})", file=sys.stderr)
-        print(f"on a GPU this runs {describe(files)}", file=sys.stderr)
+        print("on a GPU this runs", *what_is_run(asked.only, files), sep="\n  ", file=sys.stderr)
         print("what to bring to a machine that has one: --list, --help", file=sys.stderr)
         return NOTHING_CHECKED
     if not missing.keys().isdisjoint({**needs.GIVEN, **needs.NEEDED}):
@@ -105,7 +144,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if missing:
         print("\n".join(needs.lines(missing)), file=sys.stderr)
     if not files and "checks" in asked.only:
-        print(f"{device}: nothing was checked: {describe(files)}", file=sys.stderr)
+        print(f"{device}: nothing was checked: {NO_CHECK}", file=sys.stderr)
         return NOTHING_CHECKED
     return run_all(asked, device, files)
 
@@ -126,7 +165,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="All figures as one JSON file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"All figures as one JSON file (default: {FILE})"
+    )
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="Of the parts")
     parser.add_argument("--walk", action="store_true", help="Tiny shapes on CPUs")
     parser.add_argument(
@@ -141,47 +182,87 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     asked.only = [name.strip() for name in given.split(",")]
     if any(name not in PARTS for name in asked.only):
         parser.error(f"--only {given!r}: must be one or more of {', '.join(PARTS)}, with commas")
+    if asked.json is None and not (asked.walk or asked.part or asked.list):
+        asked.json = HOME / FILE
     for problem in unwritable("--json", asked.json):
         parser.error(problem)
     return asked
 
 
 def run_all(asked: argparse.Namespace, device: str, files: list[Path]) -> int:
-    """The parts in order, a table at the end, the JSON file; -> the exit code."""
+    """The parts in order, a table at the end, the JSON file as they end; -> the exit code."""
+    from launch.bench.kept import Kept
+
     began = time.monotonic()
-    parts = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in PARTS:
-            left = LIMIT_SECONDS - (time.monotonic() - began)
-            if name not in asked.only or (name == "checks" and asked.walk):
-                part = Part(name, lines=["not asked for" if name not in asked.only else "a walk"])
-            elif left < 10:
-                part = Part(name, "failed", lines=[f"no time left of {LIMIT_SECONDS} s"])
-            elif name == "checks":
-                part = run_checks(device, files, Path(folder), min(SECONDS[name], left))
-            else:
-                part = measure(name, Path(folder), min(SECONDS[name], left), asked.walk)
-            parts.append(part)
-    seconds = time.monotonic() - began
-    code = exit_code(parts)
-    show_parts(device, parts, seconds)
-    if asked.json is not None:
+    parts = [Part(name, lines=[why_not(name, asked) or "not begun"]) for name in PARTS]
+    kept, versions = Kept(asked.json), software()
+
+    def keep(code: int | None) -> float:
+        """code: None: there is more to come. -> seconds so far."""
+        seconds = time.monotonic() - began
         held = {
             "format": FORMAT,
             "device": device,
             "exit_code": code,
             "seconds": seconds,
-            "software": software(),
-            "parts": [{"name": p.name, "result": p.result, "seconds": p.seconds} for p in parts],
+            "software": versions,
+            "parts": [
+                {"name": p.name, "result": p.result, "seconds": p.seconds, "lines": p.lines}
+                for p in parts
+            ],
             **{p.name: p.held for p in parts},
         }
-        asked.json.write_text(json.dumps(held, indent=1, default=str) + "\n")
+        kept.keep(held, last=code is not None)
+        return seconds
+
+    ended = 0
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, name in enumerate(PARTS):
+                if why_not(name, asked):
+                    continue
+                limit = limit_of(name, asked.only, LIMIT_SECONDS - (time.monotonic() - began))
+                if limit < 10:
+                    part = Part(name, "failed", lines=[f"no time left of {LIMIT_SECONDS} s"])
+                elif name == "checks":
+                    part = run_checks(files, Path(folder), limit)
+                else:
+                    part = measure(name, Path(folder), limit, asked.walk)
+                parts[number] = part
+                keep(None)
+                if name == "checks":
+                    show_checks(device, part)
+    except Interrupted as stopped:
+        parts[PARTS.index(stopped.part.name)] = stopped.part
+        ended = stopped.code
+    except KeyboardInterrupt as error:  # between two parts
+        ended = code_of(error)
+    code = ended or exit_code(parts)
+    seconds = keep(code)
+    show_parts(device, parts, seconds)
+    if kept.problem:
+        print(f"--json {kept.problem}", file=sys.stderr)
+        return ended or FAILED
+    if asked.json is not None:
         print(f"written: {asked.json}")
     return code
 
 
+def why_not(name: str, asked: argparse.Namespace) -> str:
+    """Why a part is none of this run's; empty: it is."""
+    if name not in asked.only:
+        return "not asked for"
+    return "a walk" if name == "checks" and asked.walk else ""
+
+
+def limit_of(name: str, asked: Sequence[str], left: float) -> float:
+    """Seconds of a part, of those that are left: all but what those behind it have for sure."""
+    behind = [part for part in PARTS[PARTS.index(name) + 1 :] if part in asked]
+    return max(min(SECONDS[name], left), left - sum(SECONDS[part] for part in behind))
+
+
 def exit_code(parts: Sequence[Part]) -> int:
-    if any(part.result == "failed" for part in parts):
+    if any(part.result in ("failed", IN_PART) for part in parts):
         return FAILED
     checked = any(part.name == "checks" and part.result == "passed" for part in parts)
     return PASSED if checked else NOTHING_CHECKED
@@ -214,21 +295,25 @@ def software() -> dict[str, str]:
 # -- checks --------------------------------------------------------------------------------------
 
 
-def run_checks(device: str, files: list[Path], folder: Path, limit: float) -> Part:
-    """The tests with the marker, a process for each file; the table on stdout."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
+def run_checks(files: list[Path], folder: Path, limit: float) -> Part:
+    """The tests with the marker, a process for each file. Interrupted: with those that ran."""
     began = time.monotonic()
     at_once = max(1, min(FILES_AT_ONCE, (os.cpu_count() or 1) // 2, len(files)))
+    tests, interrupted = _Tests(folder, began + limit - GRACE), None
     with ThreadPoolExecutor(at_once) as pool:
-        done = list(pool.map(lambda path: _pytest(path, folder, began + limit), files))
-    seconds = time.monotonic() - began
-    table = Table(title=f"checks on {device}, {seconds:.0f} s", title_justify="left")
-    for column in ("part", "check", "result", "seconds", "why"):
-        table.add_column(column)
+        runs = [pool.submit(tests.run, path) for path in files]
+        try:
+            wait(runs)
+        except KeyboardInterrupt as error:
+            interrupted = error
+            tests.end()
+    part = sum_up([run.result() for run in runs], time.monotonic() - began)
+    if interrupted is not None:
+        raise Interrupted(part, interrupted)
+    return part
+
+
+def sum_up(done: Sequence[_Run], seconds: float) -> Part:
     totals: Counter[str] = Counter()
     by_part: dict[str, Counter[str]] = {}
     held = []
@@ -237,16 +322,13 @@ def run_checks(device: str, files: list[Path], folder: Path, limit: float) -> Pa
         bad = "failure" in kinds or "error" in kinds
         result = "failed" if bad else "not run" if "skipped" in kinds else "passed"
         why = "".join(next(iter(kinds.values()), "").splitlines()[:1])
-        # A test's parameters stand in brackets, which are no markup.
-        texts = [escape(text) for text in (case.get("name", ""), why)]
-        colour = {"failed": "red", "passed": "green"}.get(result, "yellow")
-        part = part_of(case)
-        table.add_row(part, texts[0], f"[{colour}]{result}", case.get("time", ""), texts[1])
+        name, part = case.get("name", ""), part_of(case)
         by_part.setdefault(part, Counter())[result] += 1
         totals[result] += 1
-        held.append({"part": part, "check": case.get("name", ""), "result": result, "why": why})
-    if totals:
-        console.print(table)
+        took = float(case.get("time") or 0)
+        held.append(
+            {"part": part, "check": name, "result": result, "why": why, "seconds": took}
+        )  # fmt: skip
     lines = [f"{name}: {told(counts)}" for name, counts in by_part.items()]
     ran = totals["passed"] + totals["failed"]
     lines.append(
@@ -254,41 +336,113 @@ def run_checks(device: str, files: list[Path], folder: Path, limit: float) -> Pa
         f"{totals['not run']} not run."
     )
     broken = [run for run in done if run.code not in (0, NO_TESTS)]
-    for run in broken:
-        if run.code is None:
-            lines.append(f"{run.name}: not done after {limit:.0f} s")
-        console.print(run.said, markup=False)
+    lines += [f"{run.name}: not done after {run.seconds:.0f} s" for run in broken if not run.code]
     result = "failed" if totals["failed"] or broken else "passed" if ran else "not run"
-    return Part("checks", result, seconds, lines, held)
+    return Part("checks", result, seconds, lines, held, [run.said for run in broken])
+
+
+def show_checks(device: str, part: Part) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"checks on {device}, {part.seconds:.0f} s", title_justify="left")
+    for column in ("part", "check", "result", "seconds", "why"):
+        table.add_column(column)
+    for case in part.held:
+        # A test's parameters stand in brackets, which are no markup.
+        name, why = escape(case["check"]), escape(case["why"])
+        colour = {"failed": "red", "passed": "green"}.get(case["result"], "yellow")
+        seconds = f"{case['seconds']:.3f}"
+        table.add_row(case["part"], name, f"[{colour}]{case['result']}", seconds, why)
+    if part.held:
+        console.print(table)
+    for said in part.said:
+        console.print(said, markup=False)
 
 
 @dataclass
 class _Run:
-    """code None: it took too long."""
+    """code None: it was ended, after so many seconds. cases: those that were done."""
 
     name: str
     code: int | None
-    cases: list[ElementTree.Element]
-    said: str
+    cases: list[ElementTree.Element] = field(default_factory=list)
+    said: str = ""
+    seconds: float = 0.0
 
 
-def _pytest(path: Path, folder: Path, deadline: float) -> _Run:
-    report = folder / f"{path.stem}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", str(path)]
-    code: int | None = None
-    said = ""
+class _Tests:
+    """Files of tests, each in a process of its own, which end by `deadline`, or when told to."""
+
+    def __init__(self, folder: Path, deadline: float) -> None:
+        self._folder, self._deadline = folder, deadline
+        self._lock = threading.Lock()
+        self._ended = False
+        self._running: list[subprocess.Popen[str]] = []
+
+    def end(self) -> None:
+        """Nothing begins any more; what runs writes down what was done."""
+        with self._lock:
+            self._ended, running = True, list(self._running)
+        until = time.monotonic() + GRACE
+        for process in running:
+            _signal(process, signal.SIGINT)
+        while time.monotonic() < until and any(p.poll() is None for p in running):
+            time.sleep(0.05)
+        for process in running:
+            _signal(process, signal.SIGKILL)
+
+    def run(self, path: Path) -> _Run:
+        report = self._folder / f"{path.stem}.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += [f"--junitxml={report}", str(path)]
+        began = time.monotonic()
+        with self._lock:
+            if self._ended:
+                return _Run(path.name, None)
+            # Of a group of its own: a terminal's Ctrl-C comes once, from `end`.
+            process = subprocess.Popen(
+                command, cwd=HOME, env=environment(), text=True, errors="replace",
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                process_group=0,
+            )  # fmt: skip
+            self._running.append(process)
+        ended, said = False, ""
+        for limit, number in (
+            (max(1.0, self._deadline - began), signal.SIGINT),
+            (GRACE, signal.SIGKILL),
+            (GRACE, signal.SIGKILL),
+        ):
+            try:
+                said = process.communicate(timeout=limit)[0]
+                break
+            except subprocess.TimeoutExpired:
+                ended = True
+                _signal(process, number)
+        with self._lock:
+            self._running.remove(process)
+            ended = ended or self._ended
+        code = None if ended else process.returncode
+        return _Run(path.name, code, _cases(report), said[-6000:], time.monotonic() - began)
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    """To its whole group: what it started too."""
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _cases(report: Path) -> list[ElementTree.Element]:
+    """Those in pytest's file, which it writes at its end."""
     try:
-        done = subprocess.run(
-            command, cwd=HOME, capture_output=True, text=True, env=environment(),
-            timeout=max(1.0, deadline - time.monotonic()),
-        )  # fmt: skip
-        code, said = done.returncode, done.stdout[-4000:] + done.stderr[-2000:]
-    except subprocess.TimeoutExpired as error:
-        out = error.stdout or b""
-        said = (out.decode(errors="replace") if isinstance(out, bytes) else out)[-2000:]
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    return _Run(path.name, code, cases, said)
+        return list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return []
 
 
 def told(counts: Counter[str]) -> str:
@@ -306,20 +460,31 @@ def files_with_checks(tests: Path) -> list[Path]:
     return sorted(p for p in tests.rglob("test_*.py") if MARKER in p.read_text(encoding="utf-8"))
 
 
-def describe(files: list[Path]) -> str:
-    if not files:
-        return "no check: no test carries the marker gpu so far"
-    return "the checks in " + ", ".join(str(p.relative_to(HOME)) for p in files)
+def what_is_run(asked: Sequence[str], files: list[Path]) -> list[str]:
+    """Of each part that is asked for, in lines that a terminal holds."""
+    folders: dict[Path, list[str]] = {}
+    for path in files:
+        folders.setdefault(path.parent.relative_to(HOME), []).append(path.name)
+    checks = [f"{len(names)} of {at}: {', '.join(names)}" for at, names in folders.items()]
+    told = {"checks": "; ".join(checks) or NO_CHECK} | WHAT
+    return [
+        line
+        for part in PARTS
+        if part in asked
+        for line in textwrap.wrap(f"{part}: {told[part]}", 96, subsequent_indent="    ")
+    ]
 
 
 # -- measuring -----------------------------------------------------------------------------------
 
 
 def measure(name: str, folder: Path, limit: float, walk: bool) -> Part:
-    """A part in a process of its own: it shows its tables and leaves a file."""
+    """A part in a process of its own: it shows its tables, and leaves a file that holds what was
+    measured whenever it ends. Interrupted: with that."""
     out, limits = folder / f"{name}.json", folder / "kernels.json"
     command = [sys.executable, str(HOME / "scripts" / "gpu_check.py"), "--part", name]
-    command += ["--out", str(out), "--budget", str(1.0 if walk else MEASURING * limit)]
+    budget = WALKING if walk else max(limit / 2, limit - ENDING[name])
+    command += ["--out", str(out), "--budget", str(budget)]
     command += ["--limits", str(limits)] if limits.exists() else []
     env = environment()
     if walk:
@@ -327,31 +492,48 @@ def measure(name: str, folder: Path, limit: float, walk: bool) -> Part:
         env["TRITON_INTERPRET"] = "1"
     began = time.monotonic()
     sys.stdout.flush()
+    part, interrupted = Part(name, "failed"), None
     try:
         code = subprocess.run(command, cwd=HOME, env=env, timeout=limit).returncode
+        if code not in (PASSED, RAISED) or not out.exists():
+            part.lines = [f"ended with exit code {code}, see above"]
     except subprocess.TimeoutExpired:
-        return Part(name, "failed", limit, [f"not done after {limit:.0f} s"])
-    seconds = time.monotonic() - began
-    if not out.exists():
-        return Part(name, "failed", seconds, [f"ended with exit code {code}, see above"])
-    held = json.loads(out.read_text())
-    result = "failed" if code else "walked" if walk else "measured"
-    return Part(name, result, seconds, held.pop("lines"), held)
+        code, part.lines = FAILED, [f"not done after {limit:.0f} s"]
+    except KeyboardInterrupt as error:
+        code, interrupted = FAILED, error
+    part.seconds = time.monotonic() - began
+    if out.exists():
+        part.held = json.loads(out.read_text(encoding="utf-8"))
+        part.lines += part.held.pop("lines")
+        if code == PASSED:
+            in_part = part.held["not_measured"]
+            part.result = "walked" if walk else IN_PART if in_part else "measured"
+    if interrupted is not None:
+        raise Interrupted(part, interrupted)
+    return part
 
 
 def run_part(asked: argparse.Namespace) -> int:
-    """In a child: measure, show, write. Exit code 1 where something raised."""
+    """In a child: measure, write what there is as it comes, show. RAISED where something did."""
     import torch
 
-    from launch.bench.gpu_parts import run_engine, run_kernels
+    from launch.bench.gpu_parts import Held, run_engine, run_kernels
+    from launch.bench.kept import Kept
+
+    kept = Kept(asked.out)
+
+    def keep(held: Held) -> None:
+        kept.keep({"lines": held[0], **held[1]})
 
     device = torch.device("cpu" if asked.walk else "cuda")
     if asked.part == "kernels":
-        lines, held, failed = run_kernels(device, asked.walk, asked.budget)
+        good = run_kernels(device, asked.walk, asked.budget, keep)
     else:
-        lines, held, failed = run_engine(device, asked.walk, asked.budget, asked.limits)
-    asked.out.write_text(json.dumps({"lines": lines, **held}, default=str))
-    return FAILED if failed else PASSED
+        good = run_engine(device, asked.walk, asked.budget, asked.limits, keep)
+    if kept.problem:
+        print(kept.problem, file=sys.stderr)
+        return FAILED
+    return PASSED if good else RAISED
 
 
 # -- where it runs -------------------------------------------------------------------------------
@@ -392,5 +574,39 @@ def why_no_device() -> str:
     return f"torch {torch.__version__} sees no CUDA device"
 
 
+# -- how it ends ---------------------------------------------------------------------------------
+
+
+def run(arguments: Sequence[str]) -> int:
+    """main() of a process of its own: whatever ends it early is a line, not a traceback."""
+    heard: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        """Once: what a terminal and a launcher both send must not end how it ends."""
+        heard.append(number)
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(each, stop)
+    code = FAILED
+    try:
+        code = main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt as error:
+        code = code_of(error)
+    except OSError as error:  # nobody reads, or what is written to is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(
+            f"gpu-check: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr
+        )
+    if heard and "--part" not in arguments:
+        name = signal.Signals(heard[0]).name
+        print(f"gpu-check: interrupted ({name}) before it was done", file=sys.stderr)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

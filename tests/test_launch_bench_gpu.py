@@ -161,7 +161,11 @@ def test_an_engine_is_shown(report: EngineReport, capsys) -> None:
     show_engine(replace(report, rows=[*report.rows, failed], left=["a", "b"]), "chip", 4)
     out = capsys.readouterr().out
     assert "engine on chip" in out and "25%" in out and "[x] no memory" in out
-    assert "time did not suffice for: a, b" in out and "a 1000.00, x 750.00" in out
+    assert "measured in part: 7 of 10 phases" in out and "not measured: a, b" in out
+    assert "a 1000.00, x 750.00" in out and "DeepSeek-V3's dimensions, 4 layers" in out
+    show_engine(report, "chip", 4, "a tiny model")
+    out = capsys.readouterr().out
+    assert "engine on chip: a tiny model, 4 layers" in out and "in part" not in out
 
 
 def test_what_fails_or_comes_late_is_told() -> None:
@@ -249,7 +253,8 @@ def kernel_report() -> KernelReport:
         Row("fp8_gemm", "o", key, "compute", 7e-6, 10**6, 10**10, 10e-6, 20, False, "not captured"),
         Row("gate", "x", key, "memory", 1e-6, 10, 10, error="RuntimeError: [lost]"),
     ]  # fmt: skip
-    measured = Measured(rows, [f"late {n}" for n in range(9)], 3.0)
+    large = {"big": "takes 9.0 GiB, 1.0 GiB are free"}
+    measured = Measured(rows, [f"late {n}" for n in range(9)], 3.0, large)
     return KernelReport("chip", LIMITS, measured, Winners.from_rows("chip", rows))
 
 
@@ -265,13 +270,15 @@ def test_kernels_are_shown_with_what_is_missing(capsys) -> None:
         "other results than ours: bad [x] at mla_decode 1 x 1K",
         "*: not captured, the host's launches are in the time",
         "failed: gate x",
-        "time did not suffice for 9 shapes (all in the JSON): late 0, late 1, late 2, late 3, "
-        "late 4, late 5, ...",
+        "left out for want of memory: big (takes 9.0 GiB, 1.0 GiB are free)",
+        "measured in part: 2 of 12 shapes",
+        "not measured: late 0, late 1, late 2, late 3, late 4, late 5, and 3 more (in the JSON)",
         "2 shapes in 3 s",
     ]
     held = json.loads(json.dumps(report.as_json()))
     assert held["kernels"][0]["winner"] == "flash_mla" and held["kernels"][2]["winner"] == ""
     assert held["winners_table"]["winners"]["mla_decode"][0]["name"] == "flash_mla"
+    assert len(held["not_measured"]) == 9 and list(held["too_large"]) == ["big"]
 
 
 def test_an_unknown_kernel_is_refused() -> None:
@@ -303,6 +310,44 @@ def test_the_command_shows_and_saves(monkeypatch, tmp_path: Path, capsys) -> Non
     assert Winners.load(file).device == "chip"
     last = json.loads(capsys.readouterr().out)  # one document and nothing else
     assert last["format"] == kernels_gpu.FORMAT and last["machine"]["torch"]
+
+
+def test_the_exit_code_says_whether_all_was_measured(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(choose, "look", lambda: Cuda("13.0", 1))
+    pytest.importorskip("triton")
+    whole = kernel_report()
+    whole = replace(whole, measured=replace(whole.measured, rows=whole.measured.rows[:2]))
+    for left, code in (([], 0), (["late"], 1)):
+        report = replace(whole, measured=replace(whole.measured, left=left))
+        monkeypatch.setattr(kernels_gpu, "measure_kernels", lambda *_, r=report, **__: r)
+        assert kernels_gpu.GpuKernelBench("", 1.0).run(as_json=False) == code
+        assert ("measured in part: 2 of 3 shapes" in capsys.readouterr().out) is bool(left)
+
+
+def test_what_was_measured_before_it_is_interrupted_is_shown(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(choose, "look", lambda: Cuda("13.0", 1))
+    pytest.importorskip("triton")
+
+    def interrupted(*_: object, keep: Any, **__: object) -> KernelReport:
+        keep(kernel_report())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels_gpu, "measure_kernels", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels_gpu.GpuKernelBench("", 1.0).run(as_json=True)
+    assert len(json.loads(capsys.readouterr().out)["kernels"]) == 3
+
+
+def test_what_is_measured_is_kept_as_it_comes() -> None:
+    sizes = replace(EngineSizes.tiny(), batches=((1, 8),), prompts=())
+    kernels, kept = create_kernels("torch").kernels, []
+    done = measure_engine(
+        tiny_config(), kernels, CPU, LIMITS, sizes, 600, trace=lambda d, call: ([], "no"),
+        keep=kept.append,
+    )  # fmt: skip
+    assert [len(r.rows) for r in kept] == [1, 2, 3, 4] and len(done.rows) == 4 and not done.left
+    assert kept[0].left == [f"{mode} decode 1 x 8" for mode in list(MODES)[1:]]
+    assert all(r.rows[-1].predicted > 0 for r in kept)
 
 
 def test_codes_dequantise_to_numbers() -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from launch.bench import gpu_needs
+from models.deepseek.kernels.gpu.bench.run import all_cases
+from models.deepseek.kernels.gpu.bench.sizes import TINY
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 MARKED = (
@@ -51,9 +59,20 @@ def test_without_a_gpu_one_line_says_so(check, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("no GPU found: nothing was checked (torch ")
     assert err.splitlines()[1:] == [
-        "on a GPU this runs the checks in tests/test_a.py",
+        "on a GPU this runs",
+        "  checks: 1 of tests: test_a.py",
+        *(f"  {part}: {check.WHAT[part]}" for part in ("kernels", "engine")),
         "what to bring to a machine that has one: --list, --help",
     ]
+
+
+def test_what_would_be_run_is_told_part_by_part_in_short_lines(check):
+    files = [check.HOME / "tests" / f"test_{n}_and_a_long_name_gpu.py" for n in range(20)]
+    for asked in (["kernels"], ["engine", "checks"]):
+        lines = check.what_is_run(asked, files)
+        assert {line.split(":")[0] for line in lines if line[0] != " "} == set(asked)
+        assert max(map(len, lines)) <= 96
+    assert check.what_is_run(["checks"], []) == ["checks: no test carries the marker gpu so far"]
 
 
 def test_a_gpu_but_no_check(check, capsys):
@@ -73,6 +92,7 @@ def test_checks_are_run_and_shown(check, capsys, tmp_path, outcome, code, said):
     assert f"a: {1 - failed} passed, {failed} failed, 0 not run" in out
     assert f"2 checks; 2 ran, {failed} failed, 0 not run." in out
     held = json.loads(file.read_text())
+    assert not (check.HOME / check.FILE).exists()
     assert held["exit_code"] == code and held["kernels"] is None
     assert [c["result"] for c in held["checks"]] == ["failed" if failed else "passed", "passed"]
 
@@ -82,9 +102,47 @@ def test_a_check_that_hangs_is_a_failure(check, monkeypatch, capsys):
         f"import pytest, threading\n\n\n@pytest.{check.MARKER}\ndef test_x():\n"
         "    threading.Event().wait()\n"
     )
-    monkeypatch.setitem(check.SECONDS, "checks", 3.0)
+    monkeypatch.setattr(check, "LIMIT_SECONDS", 13.0)
+    monkeypatch.setattr(check, "GRACE", 10.0)
     assert check.main(ONLY_CHECKS) == check.FAILED
-    assert "test_a.py: not done after 3 s" in capsys.readouterr().out
+    assert re.search(r"test_a\.py: not done after \d+ s", capsys.readouterr().out)
+
+
+def test_tests_that_are_told_to_end_write_down_what_was_done(check, tmp_path):
+    file, began = check.HOME / "tests" / "test_a.py", tmp_path / "began"
+    file.write_text(
+        f"import pathlib, pytest, threading\npytestmark = pytest.{check.MARKER}\n\n\n"
+        "def test_x():\n    pass\n\n\ndef test_y():\n"
+        f"    pathlib.Path({str(began)!r}).touch()\n    threading.Event().wait()\n"
+    )
+    tests = check._Tests(tmp_path, time.monotonic() + 100)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(tests.run, file)
+        until = time.monotonic() + 60
+        while not began.exists() and time.monotonic() < until:
+            wait([run], timeout=0.05)
+        tests.end()
+        done = run.result()
+    assert done.code is None and [c.get("name") for c in done.cases][0] == "test_x"
+    assert check.sum_up([done], 1.0).held[0]["result"] == "passed"
+    assert tests.run(file).cases == [], "nothing begins any more"
+
+
+def test_checks_that_are_interrupted_keep_what_ran(check, monkeypatch, tmp_path, capsys):
+    add_check(check, "True")
+
+    def interrupt(runs):
+        wait(runs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "wait", interrupt)
+    file = tmp_path / "out.json"
+    assert check.main(["--json", str(file)]) == 130
+    held = json.loads(file.read_text())
+    assert held["exit_code"] == 130 and held["checks"][0]["result"] == "passed"
+    assert [p["result"] for p in held["parts"]] == ["failed", "not run", "not run"]
+    out = capsys.readouterr().out
+    assert "interrupted" in out and "not begun" in out and "written: " in out
 
 
 def test_checks_that_all_skip_check_nothing(check, capsys):
@@ -207,7 +265,85 @@ def test_a_part_that_dies_or_takes_too_long_is_a_failure(check, tmp_path):
     script.write_text("import threading\nthreading.Event().wait()\n")
     part = check.measure("engine", tmp_path, 1.0, False)
     assert (part.result, part.lines) == ("failed", ["not done after 1 s"])
+    script.write_text(LEAVES_A_FILE + "import threading\nthreading.Event().wait()\n")
+    part = check.measure("engine", tmp_path, 5.0, False)
+    assert (part.result, part.lines) == ("failed", ["not done after 5 s", "1 of 2"])
+    assert part.held == {"rows": [1], "not_measured": ["x"]}
     assert check.exit_code([check.Part("checks", "passed"), part]) == check.FAILED
+
+
+LEAVES_A_FILE = """import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.write_text(json.dumps({"lines": ["1 of 2"], "rows": [1], "not_measured": ["x"]}))
+"""
+
+
+def test_what_is_measured_in_part_is_called_so_and_is_no_success(check, tmp_path):
+    (check.HOME / "scripts").mkdir()
+    script = check.HOME / "scripts" / "gpu_check.py"
+    for text, result in (
+        (LEAVES_A_FILE, "measured in part"),
+        (LEAVES_A_FILE.replace('["x"]', "[]"), "measured"),
+        (LEAVES_A_FILE + "raise SystemExit(3)\n", "failed"),
+    ):
+        script.write_text(text)
+        part = check.measure("kernels", tmp_path, 30.0, False)
+        assert (part.result, part.lines) == (result, ["1 of 2"])
+        code = check.exit_code([check.Part("checks", "passed"), part])
+        assert code == (0 if result == "measured" else 1)
+
+
+def test_a_part_that_is_interrupted_keeps_what_it_had(check, monkeypatch):
+    def interrupted(command, **_):
+        Path(command[command.index("--out") + 1]).write_text(
+            json.dumps({"lines": ["1 of 2"], "rows": [1], "not_measured": ["x"]})
+        )
+        raise KeyboardInterrupt(signal.SIGTERM)
+
+    monkeypatch.setattr(check.subprocess, "run", interrupted)
+    assert check.main(["--only", "engine"]) == 143
+    held = json.loads((check.HOME / "gpu-check.json").read_text())
+    assert held["engine"]["rows"] == [1] and held["exit_code"] == 143
+    assert held["parts"][2]["lines"] == ["interrupted", "1 of 2"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a device of Linux")
+def test_a_disk_that_is_full_is_one_line(check, capsys):
+    add_check(check, "True")
+    assert check.main([*ONLY_CHECKS, "--json", "/dev/full"]) == check.FAILED
+    out, err = capsys.readouterr()
+    assert err == "--json /dev/full: cannot be written: No space left on device\n"
+    assert "1 checks; 1 ran, 0 failed" in out and "written" not in out
+
+
+def test_what_a_part_leaves_is_the_next_ones(check):
+    every = check.PARTS
+    assert sum(check.SECONDS.values()) <= check.LIMIT_SECONDS < 480
+    assert check.limit_of("checks", every, 470) == 225 and check.limit_of("engine", every, 90) == 90
+    assert check.limit_of("kernels", every, 400) == 275
+    assert check.limit_of("kernels", ["kernels"], 470) == 470
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals of a terminal")
+def test_control_c_is_one_line_and_130(tmp_path):
+    """As a terminal sends it: to all processes at once."""
+    file = tmp_path / "out.json"
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--walk", "--only", "engine", "--json", str(file)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            first = process.stderr.readline()
+            os.killpg(process.pid, signal.SIGINT)
+            err = process.stderr.read()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    assert first == "moeserve: weights\n"
+    lines = [line for line in err.splitlines() if not line.startswith("moeserve: ")]
+    assert lines == ["gpu-check: interrupted (SIGINT) before it was done"]
+    assert json.loads(file.read_text())["exit_code"] == 130
 
 
 def test_the_exit_code_is_that_of_checks(check):
@@ -219,11 +355,15 @@ def test_the_exit_code_is_that_of_checks(check):
 def test_a_walk_goes_through_kernels_and_engine(check, monkeypatch, tmp_path, capfd):
     pytest.importorskip("triton")
     monkeypatch.setattr(check, "HOME", SCRIPT.parents[1])
+    monkeypatch.setattr(check, "WALKING", 1.0)
     file = tmp_path / "out.json"
     assert check.main(["--walk", "--json", str(file)]) == check.NOTHING_CHECKED
     held = json.loads(file.read_text())
     assert [p["result"] for p in held["parts"]] == ["not run", "walked", "walked"]
-    assert held["kernels"]["kernels"][0]["ours"] > 0
+    shapes = held["kernels"]["kernels"]
+    assert all(row["ours"] > 0 and not row["error"] for row in shapes)
+    kernels = [case.kernel for case in all_cases(TINY, torch.device("cpu"))]
+    assert [row["kernel"] for row in shapes][: len(set(kernels))] == list(dict.fromkeys(kernels))
     assert held["kernels"]["not_measured"], "the budget of a walk ends it"
     rows = held["engine"]["rows"]
     assert {(r["mode"], r["what"]) for r in rows} == {
@@ -233,7 +373,9 @@ def test_a_walk_goes_through_kernels_and_engine(check, monkeypatch, tmp_path, ca
     } | {("fp8 cache", "decode")}
     assert all(r["tokens_per_second"] > 0 and not r["error"] for r in rows)
     out = capfd.readouterr().out
-    assert "kernels on CPU" in out and "engine on CPU" in out
+    assert "kernels on CPU" in out and "engine on CPU: a walk, a tiny model" in out
+    assert "DeepSeek-V3's dimensions" not in out and "walked in part: " in out
+    assert not list(tmp_path.glob(".*")), "nothing lies beside"
 
 
 def test_the_parts_of_what_is_checked_today():

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 FP8_CACHE = "fp8 cache"
 MODES = {"fast": 0.55, "ahead": 0.7, "deterministic": 0.85, FP8_CACHE: 1.0}
 
+Job = tuple[str, int, int]  # what, sequences, positions
+
 
 @dataclass(frozen=True)
 class EngineReport:
@@ -166,11 +168,13 @@ def measure_engine(
     graphs: Callable[[], DeviceApi] | None = None,
     trace: Tracer = device_spans,
     progress: Callable[[str, int, int], None] = lambda where, done, total: None,
+    keep: Callable[[EngineReport], None] = lambda so_far: None,
 ) -> EngineReport:
     """All phases in fast mode, then one of each in the other modes, within about `budget` seconds;
     what is left out is named. fast_kernels: for modes that are not deterministic, triton's; None:
     the same, which cut attention at fixed positions. graphs: makes what captures decode steps;
-    None: on CUDA the device's own, elsewhere they go as they are."""
+    None: on CUDA the device's own, elsewhere they go as they are. keep: told behind each phase what
+    there is so far (what is still to come is `left` there)."""
     began = time.monotonic()
     progress("weights", 0, 0)
     weights = RandomWeights(config, kernels, device).make()
@@ -179,14 +183,18 @@ def measure_engine(
         graphs = lambda: CudaApi(device)  # noqa: E731
     rows: list[EngineRow] = []
     left: list[str] = []
+    of_mode = {mode: _sizes_of(sizes, mode) for mode in MODES}
+    waiting = {_name(mode, job): mode for mode in MODES for job in _jobs(of_mode[mode], mode)}
+
+    def so_far() -> EngineReport:
+        to_come = [*left, *waiting]
+        return EngineReport(list(rows), list(notes), to_come, time.monotonic() - began)
+
     for mode, share in MODES.items():
         deadline = began + share * budget
-        own = replace(sizes, batches=sizes.batches[-1:], prompts=()) if mode == FP8_CACHE else sizes
+        own = of_mode[mode]
         jobs = list(_jobs(own, mode))
         fast = None if mode == "deterministic" else fast_kernels
-        if time.monotonic() > deadline:
-            left += [f"{mode} {what} {n} x {length}" for what, n, length in jobs]
-            continue
 
         def opened(
             mode: str = mode, sizes: EngineSizes = own, chosen: Kernels = fast or kernels
@@ -194,53 +202,71 @@ def measure_engine(
             api = None if graphs is None else graphs()
             return open_engine(config, weights, chosen, sizes, mode, notes, api)
 
-        done, later = _measure_mode(mode, opened, jobs, device, own, deadline, trace, progress)
         cuts: Cuts = DETERMINISTIC
         if fast is not None:
             cuts = cuts_by_load(config.num_attention_heads, device, mode == FP8_CACHE)
-        rows += [row if row.error else with_prediction(row, config, limits, cuts) for row in done]
-        left += later
+        phases = _measure_mode(mode, opened, jobs, device, own, deadline, trace, progress)
+        for name, row in phases:
+            waiting.pop(name, None)
+            if row is None:
+                left.append(name)
+            else:
+                rows.append(row if row.error else with_prediction(row, config, limits, cuts))
+            keep(so_far())
+        for name in [name for name, of in waiting.items() if of == mode]:
+            del waiting[name]  # of an engine that could not be opened
         gc.collect()  # what a mode had, its graphs too, is given back before the next one
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return EngineReport(rows, notes, left, time.monotonic() - began)
+    return so_far()
 
 
 def _measure_mode(
     mode: str,
     opened: Callable[[], Engine],
-    jobs: list[tuple[str, int, int]],
+    jobs: list[Job],
     device: torch.device,
     sizes: EngineSizes,
     deadline: float,
     trace: Tracer,
     progress: Callable[[str, int, int], None],
-) -> tuple[list[EngineRow], list[str]]:
-    """Rows, without a prediction, and what there was no time for."""
-    rows: list[EngineRow] = []
-    left: list[str] = []
+) -> Iterator[tuple[str, EngineRow | None]]:
+    """Each phase by name as it is done, without a prediction; None: there was no time for it."""
+    if time.monotonic() > deadline:
+        yield from ((_name(mode, job), None) for job in jobs)
+        return
     try:
         engine = opened()
     except Exception as error:  # told as a failure; another mode may still be measured
-        return [_failed(mode, "open", 0, 0, error)], []
+        yield mode, _failed(mode, "open", 0, 0, error)
+        return
     timed = TimedSteps(engine, device, trace)
     for number, (what, count, length) in enumerate(jobs):
-        name = f"{mode} {what} {count} x {length}"
+        name = _name(mode, (what, count, length))
         if time.monotonic() > deadline:
-            left.append(name)
+            yield name, None
             continue
         progress(name, number, len(jobs))
         try:
             made = timed.decode if what == "decode" else timed.prefill
-            rows.append(replace(made(count, length, sizes), mode=mode))
+            row = replace(made(count, length, sizes), mode=mode)
         except Exception as error:  # a step that fails must not hide the others
-            rows.append(_failed(mode, what, count, length, error))
+            row = _failed(mode, what, count, length, error)
             engine.scheduler.fail_all("a step of the benchmark failed")
+        yield name, row
     engine.close()
-    return rows, left
 
 
-def _jobs(sizes: EngineSizes, mode: str) -> Iterator[tuple[str, int, int]]:
+def _name(mode: str, job: Job) -> str:
+    what, count, length = job
+    return f"{mode} {what} {count} x {length}"
+
+
+def _sizes_of(sizes: EngineSizes, mode: str) -> EngineSizes:
+    return replace(sizes, batches=sizes.batches[-1:], prompts=()) if mode == FP8_CACHE else sizes
+
+
+def _jobs(sizes: EngineSizes, mode: str) -> Iterator[Job]:
     batches, prompts = sizes.batches, sizes.prompts
     if mode != "fast":
         batches, prompts = batches[-1:], prompts[:1]

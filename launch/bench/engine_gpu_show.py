@@ -14,13 +14,17 @@ from launch.bench.screen import wide_console
 MOST_PARTS = 10
 
 
-def show_engine(report: EngineReport, device: str, layers: int) -> None:
+V3_MODEL = "DeepSeek-V3's dimensions"
+
+
+def show_engine(report: EngineReport, device: str, layers: int, model: str = V3_MODEL) -> None:
+    """model: whose dimensions these are, in words."""
     from rich.markup import escape
     from rich.table import Table
 
     console = wide_console()
     table = Table(
-        title=f"engine on {device}: DeepSeek-V3's dimensions, {layers} layers, EP 1",
+        title=f"engine on {device}: {model}, {layers} layers, EP 1",
         title_justify="left",
     )
     table.add_column("phase")
@@ -69,9 +73,11 @@ def lines(report: EngineReport) -> list[str]:
         "predicted: bytes and FLOPs of each launch at the rates measured here, one after the other",
         *dict.fromkeys(report.notes),
     ]
+    done = len(report.rows) - len(report.failed)
     if report.left:
-        told.append(f"time did not suffice for: {', '.join(report.left)}")
-    told.append(f"{len(report.rows)} phases in {report.seconds:.0f} s")
+        told.append(f"measured in part: {done} of {len(report.rows) + len(report.left)} phases")
+        told.append(f"not measured: {', '.join(report.left)}")
+    told.append(f"{done} phases in {report.seconds:.0f} s")
     return told
 
 

@@ -7,17 +7,21 @@ What is measured: models/deepseek/kernels/gpu/bench and launch/bench/engine_gpu.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-Outcome = tuple[list[str], dict[str, Any], bool]  # lines, figures, whether something raised
+# Lines for a table, figures for a file. `not_measured` of these names what is missing.
+Held = tuple[list[str], dict[str, Any]]
+Keep = Callable[[Held], None]  # what there is so far
 
 
-def run_kernels(device: torch.device, walk: bool, budget: float) -> Outcome:
-    """walk: tiny shapes, on a CPU. budget: seconds."""
+def run_kernels(device: torch.device, walk: bool, budget: float, keep: Keep) -> bool:
+    """-> whether nothing raised. walk: tiny shapes, on a CPU, one of each kernel at least. budget:
+    seconds. keep: all that was measured so far, behind each shape."""
     from launch.bench.kernels_gpu import measure_kernels, show, summary
     from launch.bench.steps import StepProgress
     from models.deepseek.kernels.gpu.bench.clock import make_clock
@@ -31,20 +35,23 @@ def run_kernels(device: torch.device, walk: bool, budget: float) -> Outcome:
     try:
         report = measure_kernels(
             device, TINY if walk else V3, budget, clock=clock, limits=limits,
-            progress=progress,
+            progress=progress, each_kernel=walk,
+            keep=lambda so_far: keep((summary(so_far), so_far.as_json())),
         )  # fmt: skip
     finally:
         progress.close()
+    keep((summary(report), report.as_json()))
     show(report)
-    return summary(report), report.as_json(), bool(report.measured.failed)
+    return not report.measured.failed
 
 
 def run_engine(
-    device: torch.device, walk: bool, budget: float, limits_file: Path | None
-) -> Outcome:
-    """limits_file: what run_kernels left of the device's limits; None: measured now."""
-    from launch.bench.engine_gpu import cut_config, measure_engine, tiny_config
-    from launch.bench.engine_gpu_show import lines, show_engine
+    device: torch.device, walk: bool, budget: float, limits_file: Path | None, keep: Keep
+) -> bool:
+    """-> whether nothing raised. limits_file: what run_kernels left of the device's limits; None:
+    measured now. keep: all that was measured so far, behind each phase."""
+    from launch.bench.engine_gpu import EngineReport, cut_config, measure_engine, tiny_config
+    from launch.bench.engine_gpu_show import V3_MODEL, lines, show_engine
     from launch.bench.engine_gpu_steps import EngineSizes
     from launch.bench.kernels_gpu import device_name
     from launch.bench.steps import StepProgress
@@ -62,27 +69,37 @@ def run_engine(
         from moeserve.device.api import ReplayedApi
 
         config, sizes, graphs = tiny_config(), EngineSizes.tiny(), ReplayedApi
+        model = (
+            f"a walk, a tiny model ({config.hidden_size} wide, {config.n_routed_experts} experts)"
+        )
         kernels, fast = create_kernels("torch").kernels, None
     else:
         config, sizes, graphs = cut_config(layers_that_fit(device)), EngineSizes(), None
+        model = V3_MODEL
         kernels = create_kernels("triton", device).kernels
         fast = create_kernels("triton", device, fast=True).kernels
+
+    def kept(report: EngineReport) -> None:
+        held = {
+            "rows": [row.as_json() for row in report.rows],
+            "model": model,
+            "layers": config.num_hidden_layers,
+            "notes": report.notes,
+            "not_measured": report.left,
+        }
+        keep((lines(report), held))
+
     progress = StepProgress(True, stages=True)
     try:
         report = measure_engine(
             config, kernels, device, limits, sizes, 60.0 if walk else budget,
-            fast_kernels=fast, graphs=graphs, progress=progress,
+            fast_kernels=fast, graphs=graphs, progress=progress, keep=kept,
         )  # fmt: skip
     finally:
         progress.close()
-    show_engine(report, device_name(device), config.num_hidden_layers)
-    held = {
-        "rows": [row.as_json() for row in report.rows],
-        "layers": config.num_hidden_layers,
-        "notes": report.notes,
-        "not_measured": report.left,
-    }
-    return lines(report), held, bool(report.failed)
+    kept(report)  # with what is told last
+    show_engine(report, device_name(device), config.num_hidden_layers, model)
+    return not report.failed
 
 
 def layers_that_fit(device: torch.device, layer: int = 12 << 30, beside: int = 20 << 30) -> int:

@@ -82,7 +82,8 @@ def kernels(
     """Time each kernel of a layer beside the best that plain torch has, in turn, and beside what
     this machine can do: its fastest product, its fastest read.
 
-    Exit code 1: a kernel failed, does not compile, or is worse than recorded. 3: all compiled, and
+    Exit code 1: a kernel failed, does not compile, or is worse than recorded, or --budget did not
+    suffice for all shapes. 3: all compiled, and
     none of them is in the record of this triton, so nothing was compared.
     """
     given = {

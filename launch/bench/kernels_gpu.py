@@ -6,6 +6,7 @@ models/deepseek/kernels/gpu/bench. `scripts/gpu_check.py` shows the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 FORMAT = "moeserve bench kernels gpu 1"
 BUDGET = 130.0  # seconds
 GOAL = 0.8  # of the limit, where memory binds
+CPU_NAME = "CPU"  # where kernels are only walked
 NAMED = 6  # shapes that are named where there are many
 
 
@@ -46,6 +48,7 @@ class KernelReport:
             "limits": asdict(self.limits),
             "kernels": [row.as_json() for row in self.measured.rows],
             "not_measured": self.measured.left,
+            "too_large": dict(self.measured.too_large),
             "seconds": self.measured.seconds,
             "winners_table": self.winners.as_json(),
         }
@@ -59,21 +62,38 @@ def measure_kernels(
     clock: Clock | None = None,
     limits: Limits | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    keep: Callable[[KernelReport], None] = lambda so_far: None,
+    each_kernel: bool = False,
 ) -> KernelReport:
     """ConfigError for an `only` that is in no kernel's name. clock None: that of the device; limits
-    None: measured now."""
+    None: measured now. keep: told behind each shape what there is so far. each_kernel: for a walk:
+    one shape of each whatever the budget says, each as often as must be."""
     from models.deepseek.kernels.gpu.bench.clock import make_clock
     from models.deepseek.kernels.gpu.bench.limits import measure_limits
-    from models.deepseek.kernels.gpu.bench.run import all_cases, measure_all
+    from models.deepseek.kernels.gpu.bench.run import (
+        SECONDS_EACH,
+        Measured,
+        all_cases,
+        measure_all,
+    )
     from models.deepseek.kernels.gpu.bench.winners import Winners
 
     refuse(no_such_kernel(sizes, device, only))
     cases = all_cases(sizes, device, only)
     clock = clock or make_clock(device)
     limits = limits or measure_limits(clock, device)
-    measured = measure_all(cases, clock, limits, budget, progress)
     name = device_name(device)
-    return KernelReport(name, limits, measured, Winners.from_rows(name, measured.rows))
+
+    def report(measured: Measured) -> KernelReport:
+        return KernelReport(name, limits, measured, Winners.from_rows(name, measured.rows))
+
+    keep(report(Measured([], [case.name for case in cases], 0.0)))  # the limits are known
+    least = len({case.kernel for case in cases}) if each_kernel else 0
+    measured = measure_all(
+        cases, clock, limits, budget, progress, 0.0 if each_kernel else SECONDS_EACH,
+        least=least, keep=lambda so_far: keep(report(so_far)),
+    )  # fmt: skip
+    return report(measured)
 
 
 def no_such_kernel(sizes: Sizes, device: torch.device, only: str) -> list[str]:
@@ -89,7 +109,7 @@ def no_such_kernel(sizes: Sizes, device: torch.device, only: str) -> list[str]:
 def device_name(device: torch.device) -> str:
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_NAME
 
 
 @dataclass(frozen=True)
@@ -101,8 +121,9 @@ class GpuKernelBench:
     winners: Path | None = None
 
     def run(self, as_json: bool, problems: Sequence[str] = ()) -> int:
-        """The exit code: 1 where a kernel raised. problems: of other flags. ConfigError for them,
-        for a name that is not there, and where there is no device."""
+        """The exit code: 1 where a kernel raised or a shape was not measured. problems: of
+        other flags. ConfigError for them, for a name that is not there, and where there is no
+        device. KeyboardInterrupt, behind what was measured until then, shown and kept."""
         import torch
 
         from models.deepseek.kernels.gpu.bench.sizes import V3
@@ -117,10 +138,17 @@ class GpuKernelBench:
             found.append(f"--device cuda: {HOW_TO_GET_IT}")
         refuse(found)
         progress = StepProgress(True, unit=" shapes")
+        so_far: deque[KernelReport] = deque(maxlen=1)
+        interrupted = False
         try:
             report = measure_kernels(
-                torch.device("cuda"), V3, self.seconds, self.only, progress=progress
-            )
+                torch.device("cuda"), V3, self.seconds, self.only,
+                progress=progress, keep=so_far.append,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not so_far or not so_far[0].measured.rows:
+                raise
+            report, interrupted = so_far[0], True
         finally:
             progress.close()
         if not as_json:
@@ -130,7 +158,9 @@ class GpuKernelBench:
             say(f"written: {self.winners}")
         if as_json:
             only_json(report.as_json() | {"machine": describe_machine()})
-        return 1 if report.measured.failed else 0
+        if interrupted:
+            raise KeyboardInterrupt
+        return 1 if report.measured.failed or report.measured.left else 0
 
 
 def show(report: KernelReport) -> None:
@@ -209,9 +239,20 @@ def summary(report: KernelReport) -> list[str]:
     failed = [row.name for row in report.measured.failed]
     if failed:
         lines.append(f"failed: {', '.join(failed)}")
+    large = [f"{name} ({why})" for name, why in report.measured.too_large.items()]
+    if large:
+        lines.append(f"left out for want of memory: {_some(large)}")
     left = report.measured.left
     if left:
-        some = ", ".join(left[:NAMED]) + (", ..." if len(left) > NAMED else "")
-        lines.append(f"time did not suffice for {len(left)} shapes (all in the JSON): {some}")
+        whole = len(report.measured.rows) + len(left)
+        done = "walked" if report.device == CPU_NAME else "measured"
+        lines.append(f"{done} in part: {len(rows)} of {whole} shapes")
+        lines.append(f"not measured: {_some(left)}")
     lines.append(f"{len(rows)} shapes in {report.measured.seconds:.0f} s")
     return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of many."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f", and {more} more (in the JSON)" if more > 0 else "")
