@@ -22,8 +22,8 @@ Exit codes: 0 checks ran and all that ran passed, and all that was asked for was
 failed, a kernel or the engine raised, time ran out so that something is measured in part (it says
 how much, and the file names what is missing), or the file could not be written; 2 nothing was
 checked: no GPU, something missing, no check among what was asked for, or wrong arguments (each is
-named); 130 interrupted (143 by SIGTERM). No time is a failure, and a shape for which the device has
-too little memory is none (it is named). (`make` ends with 2 for any of them but 0.)
+named); 130 interrupted (143 by SIGTERM). A time is never a failure, nor is a shape for which the
+device has too little memory (it is named). (`make` ends with 2 for any of them but 0.)
 
 What to carry to a machine without a network: this repository, and in its root a folder `carried`.
 The machine itself has torch 2.11 or later for CUDA with its triton (3.6 or later) and Python 3.11
@@ -166,7 +166,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"All figures as one JSON file (default: {FILE})"
+        "--json", type=Path, metavar="FILE", help=f"All figures as JSON (default: {FILE}, not of a walk)"
     )
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="Of the parts")
     parser.add_argument("--walk", action="store_true", help="Tiny shapes on CPUs")
