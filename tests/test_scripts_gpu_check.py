@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from launch.bench import gpu_needs
+from launch.bench import gpu_needs, gpu_tests
 from models.deepseek.kernels.gpu.bench.run import all_cases
 from models.deepseek.kernels.gpu.bench.sizes import TINY
 
@@ -103,7 +103,7 @@ def test_a_check_that_hangs_is_a_failure(check, monkeypatch, capsys):
         "    threading.Event().wait()\n"
     )
     monkeypatch.setattr(check, "LIMIT_SECONDS", 13.0)
-    monkeypatch.setattr(check, "GRACE", 10.0)
+    monkeypatch.setattr(gpu_tests, "GRACE", 10.0)
     assert check.main(ONLY_CHECKS) == check.FAILED
     assert re.search(r"test_a\.py: not done after \d+ s", capsys.readouterr().out)
 
@@ -115,7 +115,7 @@ def test_tests_that_are_told_to_end_write_down_what_was_done(check, tmp_path):
         "def test_x():\n    pass\n\n\ndef test_y():\n"
         f"    pathlib.Path({str(began)!r}).touch()\n    threading.Event().wait()\n"
     )
-    tests = check._Tests(tmp_path, time.monotonic() + 100)
+    tests = gpu_tests.Tests(check.HOME, check.environment(), tmp_path, time.monotonic() + 100)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(tests.run, file)
         until = time.monotonic() + 60
@@ -124,7 +124,7 @@ def test_tests_that_are_told_to_end_write_down_what_was_done(check, tmp_path):
         tests.end()
         done = run.result()
     assert done.code is None and [c.get("name") for c in done.cases][0] == "test_x"
-    assert check.sum_up([done], 1.0).held[0]["result"] == "passed"
+    assert gpu_tests.sum_up([done], 1.0).held[0]["result"] == "passed"
     assert tests.run(file).cases == [], "nothing begins any more"
 
 
@@ -135,7 +135,7 @@ def test_checks_that_are_interrupted_keep_what_ran(check, monkeypatch, tmp_path,
         wait(runs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check, "wait", interrupt)
+    monkeypatch.setattr(gpu_tests, "wait", interrupt)
     file = tmp_path / "out.json"
     assert check.main(["--json", str(file)]) == 130
     held = json.loads(file.read_text())
