@@ -235,9 +235,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--steps", type=at_least(1), default=10**9, help="stop after so many steps"
     )
-    options.add_argument(
-        "--validate", type=at_least(1), default=400, help="steps between checks"
-    )
+    options.add_argument("--validate", type=at_least(1), default=400, help="steps between checks")
     options.add_argument("--save", type=between(0), default=4, help="minutes between saves")
     options.add_argument(
         "--workers", type=at_least(1), default=2, help="processes of a thread each"
