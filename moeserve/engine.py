@@ -279,7 +279,14 @@ class Engine:
         result: StepResult | None = None
         host: list[Tensor] = []
         try:
-            host = brought([*asked.tensors, *drafts])
+            try:
+                host = brought([*asked.tensors, *drafts])
+            except Exception as error:
+                if not drafts:
+                    raise
+                speculator.take_late(plan, None, [])  # the drafts alone, if that is enough
+                speculator.failed(error)
+                host = brought(asked.tensors)
             result = asked.told(host[: len(asked.tensors)])
         except Exception as error:
             self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")

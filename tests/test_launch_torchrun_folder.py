@@ -45,10 +45,14 @@ def test_all_goes_with_a_killed_agent(error_file: Path, tmp_path: Path) -> None:
     """Agent, rank and front end as three processes; the first two are killed."""
     error_file.write_text("{}")
     front_end = (
-        "import sys; from pathlib import Path; from launch.torchrun_folder import TorchrunFolder;"
+        "import os, sys, time; from pathlib import Path; parent = os.getppid();"
+        "from launch.torchrun_folder import TorchrunFolder;"
         f"folder = TorchrunFolder(Path({str(error_file)!r}));"
         "folder.remove_if_orphaned(); print('kept', flush=True);"
-        "sys.stdin.read(); folder.remove_if_orphaned(); print('done', flush=True)"
+        "sys.stdin.read();"
+        # The pipe of who ends is closed a moment before its children have another parent.
+        "[time.sleep(0.01) for _ in iter(lambda: os.getppid() == parent, False)];"
+        "folder.remove_if_orphaned(); print('done', flush=True)"
     )
     rank = (
         "import subprocess, sys, time;"

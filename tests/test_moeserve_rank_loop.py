@@ -111,7 +111,7 @@ def test_a_life() -> None:
         ready = start[-1]
         assert isinstance(ready, wire.Ready)
         assert (ready.block_size, ready.num_blocks, ready.max_model_len) == (4, 64, 200)
-        assert ready.info == {"hello": "there"}
+        assert ready.info == {"hello": "there", "ahead": False, "graphs": None}
 
         front.send(wire.Submit(ask("a", [1, 2, 3, 4, 5], 9)))
         front.send(wire.Submit(ask("bad", [1] * 300)))

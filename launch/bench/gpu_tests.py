@@ -134,7 +134,7 @@ class Tests:
         command += [f"--junitxml={report}", str(path)]
         began = time.monotonic()
         with self._lock:
-            if self._ended:
+            if self._ended or began >= self._deadline:
                 return Run(path.name, None)
             # Of a group of its own: a terminal's Ctrl-C comes once, from `end`.
             process = subprocess.Popen(

@@ -91,6 +91,7 @@ class Speculator:
         self._mixed = 0  # steps with prompts in a row
         self._verified = 0  # depth of the drafts that the step verifies
         self.stopwatch: Stopwatch = HostStopwatch()  # of drafting that nobody waits for
+        self._is_timed = True  # what the last step's drafting took is known
         self._late: tuple[list[DraftAsk], LateDrafts] | None = None  # under way
         scheduler.on_gone = self.gone
 
@@ -175,7 +176,10 @@ class Speculator:
         """After the commit. hidden [T, D]: of the step's rows. result None: there was none, and the
         plan's sequences are gone. What it raises, peers may wait for."""
         self.last_seconds = 0.0
+        # On a device nobody waits for rounds of no rows: a clock here tells what it takes to ask.
+        self._is_timed = bool(plan.sampled) or isinstance(self.stopwatch, HostStopwatch)
         if not self.depth:
+            self._is_timed = True
             if isinstance(self.drafter, MtpDrafter) and result is not None:
                 self._pass_over(self.drafter, plan, hidden, result)
             return
@@ -204,7 +208,7 @@ class Speculator:
         brought over for `take_late`. What it raises, peers may wait for."""
         drafter = self.drafter
         assert isinstance(drafter, LateDrafter)
-        self.last_seconds, self._late = 0.0, None
+        self.last_seconds, self._late, self._is_timed = 0.0, None, True
         self.stopwatch.start()
         asks, self._num_prefill_rows = self._late_asks(plan, hidden, late)
         drafts = drafter.ask_late(asks, self.depth, late)
@@ -217,6 +221,7 @@ class Speculator:
         plan's sequences are gone."""
         late, self._late = self._late, None
         if late is None or result is None:
+            self.num_rounds += self.depth  # in vain
             return
         asks, drafts = late
         verdicts = (result.verdicts.get(j) for j in range(len(plan.sampled)))
@@ -261,6 +266,8 @@ class Speculator:
         """seconds: the whole step's, drafting included. Tells costs of steps in which all ranks
         decoded; where such do not come, of any."""
         self._mixed = 0 if self._step.decode_only else self._mixed + 1
+        if not self._is_timed:
+            return
         if 0 < self._mixed <= MIXED or not (self.depth or self.policy.holds):
             return  # long before a trial there is nothing to compare with
         # Round 0 with what a pause has left tells little about others.
@@ -275,6 +282,8 @@ class Speculator:
         """Drafting failed on this rank, where no peer waits for it: its drafts are lost."""
         for sequence in self._scheduler.running:
             sequence.drafts = None
+            if isinstance(self.drafter, MtpDrafter):  # what was to be written may not be
+                self.drafter.skip(sequence, 0)
             self.drafter.forget([sequence.request_id])
         self._note(one_line(error))
 
@@ -392,7 +401,10 @@ class Speculator:
             return room
         assert sequence.lease is not None
         owned = len(sequence.lease.table.ids) * self._scheduler.cache.block_size
-        return min(room, most_within(sequence.num_tokens if late is None else late, owned))
+        if late is None:
+            return min(room, most_within(sequence.num_tokens, owned))
+        owned = min(owned, self._scheduler.limits.max_model_len)  # no row behind it, drafts neither
+        return min(room, most_within(late, owned))
 
     def gone(self, request_id: str) -> None:
         """The sequence has ended or lost its blocks."""

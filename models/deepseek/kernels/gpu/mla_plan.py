@@ -163,13 +163,13 @@ def plan_decode(
     """For the rows of a step. Rows behind query_start's last entry, and rows at position -1, are
     padding. Room is made by what the batch says of lengths: `host`, else `total_context` and
     `max_context_len`. Where `workspace` bytes do not hold the parts of all rows, several launches
-    share it, or one row exceeds it. None: WORKSPACE, or CAPTURED_WORKSPACE where no lengths are
-    known but their sum, as captured steps have it."""
+    share it, or one row exceeds it. None: WORKSPACE, or CAPTURED_WORKSPACE in captured steps
+    (`padding`), of whose lengths no more is known than their sum."""
     rows = batch.num_tokens
     device = batch.positions.device
     room = _Room.of(batch, partitions)
     if workspace is None:
-        captured = batch.host is None and batch.total_context is not None
+        captured = batch.host is None and batch.padding is not None
         workspace = CAPTURED_WORKSPACE if captured else WORKSPACE
     index = torch.arange(rows, device=device)
     owner = torch.searchsorted(batch.query_start[1:].long().contiguous(), index, right=True)
