@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests with the pytest in $1 (a folder of programs); further arguments go to pytest, which
-# then runs once. Without any, two runs go side by side, since most tests keep one core busy: the
-# tests that start ranks, and all others; after the latter, those of the GPU kernels in triton's
-# interpreter, which needs a process of its own. Their closing lines come once more at the end, each
-# with its name, and added up in the last line.
+# then runs once. Without any, two lanes go side by side, since most tests keep one core busy: in one
+# the tests that start ranks, then those of the GPU kernels in triton's interpreter, which needs a
+# process of its own; in the other, which is shown as it goes, all others. Their closing lines come
+# once more at the end, each with its name, and added up in the last line.
 # One thread a process: the suite runs many processes, and their figures are not what is tested.
 set -euo pipefail
 bin=${1:?usage: test.sh BIN [pytest arguments]}
@@ -16,20 +16,26 @@ fi
 
 logs=$(mktemp -d)
 began=$SECONDS
-ranks=
-trap '[ -z "$ranks" ] || kill "$ranks" 2>/dev/null || true; rm -rf "$logs"' EXIT
-"$bin/python" -m pytest -q -m dist -p no:cacheprovider >"$logs/ranks" 2>&1 &
-ranks=$!
-echo "tests without ranks (those with ranks run beside them and are shown after):"
+lane=
+trap '[ -z "$lane" ] || kill -- "-$lane" 2>/dev/null || true; rm -rf "$logs"' EXIT
+set -m # the lane is a process group of its own, which can be ended as a whole
+(
+  status=0
+  "$bin/python" -m pytest -q -m dist -p no:cacheprovider >"$logs/ranks" 2>&1 || status=$?
+  TRITON_INTERPRET=1 "$bin/python" -m pytest -q -p no:cacheprovider tests/interpreter \
+    >"$logs/kernels" 2>&1 || status=$?
+  exit "$status"
+) </dev/null &
+lane=$!
+set +m
+echo "tests without ranks (the others run beside them and are shown after):"
 status=0
 "$bin/python" -m pytest -q -m "not dist" 2>&1 | tee "$logs/others" || status=$?
-echo "tests of GPU kernels in triton's interpreter:"
-TRITON_INTERPRET=1 "$bin/python" -m pytest -q -p no:cacheprovider tests/interpreter 2>&1 \
-  | tee "$logs/kernels" || status=$?
-echo "tests with ranks:"
-tail -n +1 -f --pid="$ranks" "$logs/ranks"
-wait "$ranks" || status=$?
-ranks=
+echo "tests with ranks, then of GPU kernels in triton's interpreter:"
+touch "$logs/ranks" "$logs/kernels"
+tail -q -n +1 -f --pid="$lane" "$logs/ranks" "$logs/kernels"
+wait "$lane" || status=$?
+lane=
 
 # "3 failed, 2961 passed, 3 skipped in 804.00s" of each, under its name, then all added up.
 echo

@@ -193,7 +193,10 @@ def test_256_rows_of_which_each_may_be_the_longest() -> None:
     assert [round(n / 2**20) for n in sizes] == [505, 834]
     assert sizes[0] <= WORKSPACE == ATTENTION_PARTS and sizes[1] <= CAPTURED_WORKSPACE
     # More rows than one launch has room for take two, not one for each few of the longest.
-    many = replace(decode([1] * 1024), max_context_len=LONGEST, total_context=MOST_CONTEXT)
+    many = decode([1] * 1024)
+    many = replace(
+        many, max_context_len=LONGEST, total_context=MOST_CONTEXT, padding=many.positions < 0
+    )
     assert [last - first for first, last in plan_decode(many, HEADS).launches] == [1016, 8]
     few = replace(decode([1] * 8), max_context_len=LONGEST, total_context=MOST_CONTEXT)
     assert plan_decode(few, HEADS).max_units == 8 * 72
