@@ -11,7 +11,7 @@ does it on CUDA; where its versions differ, that which waits.
 from __future__ import annotations
 
 import dataclasses
-import traceback
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -159,7 +159,8 @@ class _OnDevice(TorchFunctionMode):
         elif name in _FILLS:  # by a number: asked for
             values = [x for x in flat[1:] if isinstance(x, FakeTensor)]
             waits = sum(x.dim() == 0 for x in values[-1:])
-        self.fake.waits += [f"{name} {_caller()}"] * waits
+        if waits:
+            self.fake.waits += [f"{name} {_caller()}"] * waits
 
     def _send(self, name: str, owner: Tensor | None, args: Any, kwargs: Any) -> Tensor:
         """To the device, from wherever: the same, said of shapes and dtypes. owner: a tensor there
@@ -238,9 +239,11 @@ def _flat(values: Any) -> Iterator[Any]:
 def _caller() -> str:
     """The innermost line of ours."""
     skipped = ("site-packages", "fake_cuda")
-    frames = traceback.extract_stack()
-    ours = [f for f in frames if not any(word in f.filename for word in skipped)]
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+    frame = inspect.currentframe()
+    while frame is not None and any(word in frame.f_code.co_filename for word in skipped):
+        frame = frame.f_back
+    assert frame is not None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _put(x: Tensor, index: Any, value: Any) -> None:
