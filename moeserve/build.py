@@ -179,7 +179,6 @@ def build_engine(
         ledger.took("graphs")
         agree_on_problems(group, ledger.exceeded())
         engine.info["memory_plan"] = ledger.report()
-        engine.info["graphs"] = None if runner.graphs is None else runner.graphs.report()
     if config.model.kernel_table is not None:
         lines = getattr(start.kernels.kernels, "choices", ())
         start.notes += [f"kernels: {line}" for line in lines]

@@ -279,14 +279,7 @@ class Engine:
         result: StepResult | None = None
         host: list[Tensor] = []
         try:
-            try:
-                host = brought([*asked.tensors, *drafts])
-            except Exception as error:
-                if not drafts:
-                    raise
-                speculator.take_late(plan, None, [])  # the drafts alone, if that is enough
-                speculator.failed(error)
-                host = brought(asked.tensors)
+            host = _brought(speculator, plan, asked.tensors, drafts)
             result = asked.told(host[: len(asked.tensors)])
         except Exception as error:
             self.scheduler.fail_plan(plan, f"sampling failed: {one_line(error)}")
@@ -444,3 +437,17 @@ class Engine:
         close = getattr(self.runner.model, "close", None)
         if close is not None:
             close()
+
+
+def _brought(
+    speculator: Speculator, plan: StepPlan, tokens: list[Tensor], drafts: list[Tensor]
+) -> list[Tensor]:
+    """On the host; the tokens' alone where both fail together, which costs the drafts."""
+    try:
+        return brought([*tokens, *drafts])
+    except Exception as error:
+        if not drafts:
+            raise
+        speculator.take_late(plan, None, [])
+        speculator.failed(error)
+        return brought(tokens)

@@ -36,7 +36,7 @@ from moeserve.prompt_logprobs import Prompts
 from moeserve.recorder import StepRecorder
 from moeserve.speculate.late import Choosing, ChosenHere, Late, judge
 from moeserve.speculate.tree import DraftTree
-from moeserve.speculate.verify import Rule, Sample, Verdict, rows_of, verify
+from moeserve.speculate.verify import Rule, Verdict, rows_of_all, verdicts_of, verify
 from moeserve.tracing import StepTracer
 
 _NO_DRAFTS = DraftTree()
@@ -149,7 +149,9 @@ class ModelRunner:
         if not plan.trees:
             sampled = prompts.sample(chosen, [plan.sequences[i] for i in plan.sampled])
             return StepResult(sampled.token_ids, sampled.logprobs, prompts.told, sampled.failed)
-        return self._judged(plan, batch, chosen, prompts, prompts.sample)
+        trees, members = _trees_of(plan), [plan.sequences[i] for i in plan.sampled]
+        verdicts = verify(chosen, members, trees, self.rule, prompts.sample)
+        return self._judged(plan, batch, trees, verdicts, prompts)
 
     @torch.inference_mode()
     def ask(self, plan: StepPlan, batch: StepBatch, logits: Tensor) -> AskedStep:
@@ -158,12 +160,7 @@ class ModelRunner:
         trees = _trees_of(plan)
         chosen = logits[: batch.num_chosen]
         prompts = Prompts(batch.prompt_rows, logits)
-        rows = [
-            row
-            for i, tree in zip(plan.sampled, trees, strict=True)
-            for row in rows_of(plan.sequences[i], tree)
-        ]
-        assert len(rows) == len(chosen), "logits of other rows than the trees have"
+        rows = rows_of_all(chosen, [plan.sequences[i] for i in plan.sampled], trees)
         choice: Choosing
         if chosen.device.type == "cuda" and rows:
             from moeserve.sampler_device import choose  # has kernels
@@ -174,20 +171,22 @@ class ModelRunner:
 
         def told(host: Seq[Tensor]) -> StepResult:
             num = len(choice.tensors)
-            sampled = choice.sampled(host[:num])
+            verdicts = verdicts_of(trees, rows, choice.sampled(host[:num]))
             prompts.hear(host[num:])
-            return self._judged(plan, batch, chosen, prompts, lambda *_: sampled)
+            return self._judged(plan, batch, trees, verdicts, prompts)
 
         late = judge(choice.tokens, choice.failed, trees)
         return AskedStep(late, [*choice.tensors, *prompts.tensors], told)
 
     def _judged(
-        self, plan: StepPlan, batch: StepBatch, chosen: Tensor, prompts: Prompts, sample: Sample
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        trees: Seq[DraftTree],
+        verdicts: Seq[Verdict],
+        prompts: Prompts,
     ) -> StepResult:
-        """chosen [O, V]: the logits that tokens are chosen from."""
-        trees = _trees_of(plan)
-        members = [plan.sequences[i] for i in plan.sampled]
-        verdicts = verify(chosen, members, trees, self.rule, sample)
+        """trees, verdicts: of the sampled sequences."""
         if batch.forward.ancestors is not None:
             self._straighten(plan, batch.forward, trees, verdicts, batch.host)
         return StepResult(

@@ -123,8 +123,8 @@ class DraftModelDrafter:
         return chains.trees() if self.failure is None else [DraftTree()] * len(asks)
 
     def drafts_late(self, sequences: Seq[Sequence]) -> bool:
-        """Whether `ask_late` may be called in a step that samples these."""
-        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+        """See `Picker.takes_late`."""
+        return self._picker.takes_late(sequences)
 
     @torch.inference_mode()
     def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:

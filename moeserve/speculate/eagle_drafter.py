@@ -94,10 +94,8 @@ class EagleDrafter:
             return self._chains(asks, able, kept, depth)
 
     def drafts_late(self, sequences: Seq[Sequence]) -> bool:
-        """Whether `ask_late` may be called in a step that samples these."""
-        if self.max_nodes > self.max_depth:  # no draws, no edits: nothing wants the host
-            return self._picker.pick is not None
-        return self._picker.takes([DraftAsk(s, 1) for s in sequences]) is not None
+        """See `Picker.takes_late`."""
+        return self._picker.takes_late(sequences, self.max_nodes > self.max_depth)
 
     @torch.inference_mode()
     def ask_late(self, asks: Seq[DraftAsk], depth: int, late: Late) -> LateDrafts:

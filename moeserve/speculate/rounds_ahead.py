@@ -32,7 +32,7 @@ from models.crossing import EDGE, brought, sent_all
 from models.interface import ForwardBatch
 from moeserve.errors import one_line
 from moeserve.row_draws import RowDraws, draw_parts
-from moeserve.sequence import SamplingNeeds
+from moeserve.sequence import SamplingNeeds, Sequence
 from moeserve.speculate.draft_rounds import RoundRows, tensors_of, there
 from moeserve.speculate.drafter import DraftAsk
 from moeserve.speculate.late import Late
@@ -74,6 +74,13 @@ class Picker:
                 f"with a request that has {why}"
             )
         return self.pick if why is None else None
+
+    def takes_late(self, sequences: Seq[Sequence], of_trees: bool = False) -> bool:
+        """Whether a drafter's `ask_late` may be called in a step that samples these. of_trees: it
+        drafts trees, with no draws and no edits, so that nothing wants the host."""
+        if of_trees or self.pick is None:
+            return self.pick is not None
+        return self.takes([DraftAsk(s, 1) for s in sequences]) is not None
 
 
 def _wants_host(asks: Seq[DraftAsk], rule: Rule) -> str | None:

@@ -177,9 +177,9 @@ class Speculator:
         plan's sequences are gone. What it raises, peers may wait for."""
         self.last_seconds = 0.0
         # On a device nobody waits for rounds of no rows: a clock here tells what it takes to ask.
-        self._is_timed = bool(plan.sampled) or isinstance(self.stopwatch, HostStopwatch)
+        on_host = isinstance(self.stopwatch, HostStopwatch)
+        self._is_timed = on_host or not self.depth or bool(plan.sampled)
         if not self.depth:
-            self._is_timed = True
             if isinstance(self.drafter, MtpDrafter) and result is not None:
                 self._pass_over(self.drafter, plan, hidden, result)
             return

@@ -25,6 +25,7 @@ import enum
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -90,21 +91,38 @@ def verify(
 ) -> list[Verdict]:
     """logits [O, V] fp32: the rows of trees[0], then those of trees[1], ...; changed in place. A
     sequence without drafts has one row: then this is `sampler.sample`."""
-    rows: list[Continuation] = []
+    rows = rows_of_all(logits, sequences, trees)
     by_chance: set[int] = set()
-    starts: list[int] = []
-    for sequence, tree in zip(sequences, trees, strict=True):
-        starts.append(len(rows))
-        if rule is Rule.REJECTION and sequence.needs & SamplingNeeds.RANDOM:
-            by_chance |= {len(rows) + row for row in tree.probs if tree.children[row]}
-        rows += rows_of(sequence, tree)
-    assert len(rows) == logits.shape[0], "logits of other rows than the trees have"
+    if rule is Rule.REJECTION:
+        for start, sequence, tree in zip(_starts(trees), sequences, trees, strict=True):
+            if sequence.needs & SamplingNeeds.RANDOM:
+                by_chance |= {start + row for row in tree.probs if tree.children[row]}
     raw_of = {j for j in by_chance if rows[j].needs & SamplingNeeds.LOGPROBS}
-    chosen = sample(logits, rows, by_chance, raw_of)
+    return verdicts_of(trees, rows, sample(logits, rows, by_chance, raw_of))
+
+
+def rows_of_all(
+    logits: Tensor, sequences: Seq[Sequence], trees: Seq[DraftTree]
+) -> list[Continuation]:
+    """`rows_of` each, one behind another: those of logits [O, V]."""
+    members = zip(sequences, trees, strict=True)
+    rows = [row for sequence, tree in members for row in rows_of(sequence, tree)]
+    assert len(rows) == logits.shape[0], "logits of other rows than the trees have"
+    return rows
+
+
+def verdicts_of(
+    trees: Seq[DraftTree], rows: Seq[Continuation], chosen: sampler.Sampled
+) -> list[Verdict]:
+    """chosen: at the rows of trees[0], then those of trees[1], ..."""
     return [
         _walk(tree, rows[start : start + tree.num_rows], chosen, start)
-        for tree, start in zip(trees, starts, strict=True)
+        for start, tree in zip(_starts(trees), trees, strict=True)
     ]
+
+
+def _starts(trees: Seq[DraftTree]) -> list[int]:
+    return list(accumulate((tree.num_rows for tree in trees), initial=0))[:-1]
 
 
 def _walk(
